@@ -1,0 +1,1 @@
+"""Coupled off-policy correction for asynchronous RL of language models."""

@@ -1,0 +1,1 @@
+"""Rollouts: SGLang protocol, episodes, and the embedded server."""

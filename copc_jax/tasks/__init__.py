@@ -1,0 +1,1 @@
+"""Tasks: prompt format, actions and rewards."""

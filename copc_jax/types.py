@@ -1,0 +1,126 @@
+"""The records that flow from prompts to updates.
+
+Host records are frozen dataclasses of numpy arrays; device records are pytrees. Time is the last axis, and index `t` is
+the token being predicted: `policy_logprob[t]` is of `token_ids[t]` given what stands before it, `value[t]` is V of that
+prefix. `is_action` is True on tokens that the policy sampled; prompt, tool text and padding are False.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import flax.struct
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+Finish = Literal["stop", "length", "abort"]
+Status = Literal["done", "truncated", "aborted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question of a task.
+
+    Attributes:
+        prompt_id: unique name within its data set.
+        messages: chat messages (`{"role", "content"}`), or () when `token_ids` are given.
+        token_ids: the encoded prompt, or () when only `messages` are given.
+        gold: the acceptable answers, as the task's reward reads them.
+        source: name of the data source, for metrics per source.
+    """
+
+    prompt_id: str
+    messages: tuple[dict[str, str], ...] = ()
+    token_ids: tuple[int, ...] = ()
+    gold: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What one HTTP call sampled.
+
+    Attributes:
+        token_ids: i32[n], the sampled ids as the server reported them, stop tokens included.
+        logprob: f32[n], log-probability of each at the sampling temperature, in nats.
+        weight_version: i32[n], version of the weights that sampled each token: one call can span an update.
+        finish: why the call ended.
+        matched: stop string or stop token id that ended it, None for other endings.
+    """
+
+    token_ids: np.ndarray
+    logprob: np.ndarray
+    weight_version: np.ndarray
+    finish: Finish
+    matched: str | int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One finished episode: prompt, sampled tokens and tool text in the order that the policy saw them.
+
+    Attributes:
+        prompt_id: the `Prompt` it answers.
+        sample: index among the samples of that prompt.
+        token_ids: i32[S].
+        is_action: bool[S], True on sampled tokens.
+        behavior_logprob: f32[S], the server's log-probability, 0 off action tokens.
+        weight_version: i32[S], -1 off action tokens.
+        reward: scalar outcome reward.
+        status: "done" (ended by itself), "truncated" (budget), "aborted" (not trainable).
+        info: task figures for logs, such as {"em": 1.0, "searches": 2.0}.
+    """
+
+    prompt_id: str
+    sample: int
+    token_ids: np.ndarray
+    is_action: np.ndarray
+    behavior_logprob: np.ndarray
+    weight_version: np.ndarray
+    reward: float
+    status: Status
+    info: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class Batch:
+    """Packed trajectories, the learner's input. Segment 0 is padding; segments count from 1 in each row."""
+
+    token_ids: Int[Array, "rows time"]
+    segment_ids: Int[Array, "rows time"]
+    positions: Int[Array, "rows time"]
+    is_action: Bool[Array, "rows time"]
+    behavior_logprob: Float[Array, "rows time"]
+    reward: Float[Array, "rows time"]
+    discount: Float[Array, "rows time"]
+    weight_version: Int[Array, "rows time"]
+
+
+@flax.struct.dataclass
+class Targets:
+    """Frozen pre-update quantities: the update differentiates none of them."""
+
+    policy_logprob: Float[Array, "rows time"]
+    value: Float[Array, "rows time"]
+    ratio: Float[Array, "rows time"]
+    advantage: Float[Array, "rows time"]
+    value_target: Float[Array, "rows time"]
+
+
+@flax.struct.dataclass
+class LearnerState:
+    """Everything that an update changes. `version` counts actor updates."""
+
+    version: Int[Array, ""]
+    actor: Any
+    critic: Any
+    actor_opt: Any
+    critic_opt: Any
+
+
+class Returns(NamedTuple):
+    """Result of a return operator: `advantage` for the actor, `value_target` for the critic, both float32."""
+
+    advantage: Float[Array, "*batch time"]
+    value_target: Float[Array, "*batch time"]
