@@ -95,8 +95,8 @@ def coupling_estimates(
     The ideal of the bias terms is what the batch itself offers: the unclipped ratio as weight, and
     as advantage the corrected return (plain traces) whose residuals carry the unclipped ratio, so
     that its fixed point is the learner's own value. The terms are coefficients without the score:
-    read their signs and relative sizes; `bias/*_magnitude` is the mean absolute value. Where a few
-    ratios are huge (`ratio/effective_sample_size` near 0) they are noise. Masked tokens count
+    read their signs and relative sizes; `bias_*_magnitude` is the mean absolute value. Where a few
+    ratios are huge (`effective_sample_size` near 0) they are noise. Masked tokens count
     everywhere, since statistics over retained tokens alone hide the gap that the mask makes.
     No gradient flows through the result, and what stands off action tokens does not matter.
 
@@ -119,8 +119,8 @@ def coupling_estimates(
 
     Returns:
         Pairs (sum, count of action tokens), float32 scalars, which add over devices and
-        micro-batches. `finish` forms the ratios, and from the raw moments the figures that are no
-        plain mean.
+        micro-batches, by name: `coupling/ratio`, `coupling/mask_low` and so on. `finish` forms the
+        ratios, and from the raw moments the figures that are no plain mean.
     """
     (
         policy_logprob,
@@ -156,43 +156,46 @@ def coupling_estimates(
     ).advantage
     bias = bias_decomposition(jnp.where(kept, ratio, 0.0), ratio, advantage, reference)
     size, deviation = jnp.abs(residual), jnp.abs(weight - 1)
-    target_error = value_target - value
+    value_error = value_target - value
 
     tokens = {
-        "ratio/mean": ratio,
-        "ratio/square": ratio**2,
-        "log_ratio/mean": log_ratio,
-        "log_ratio/square": log_ratio**2,
+        "ratio": ratio,
+        "ratio_square": ratio**2,
+        "log_ratio": log_ratio,
+        "log_ratio_square": log_ratio**2,
         # expm1(x) - x rather than ratio - 1 - x keeps its digits where the policies nearly agree.
-        "kl/k3": jnp.expm1(log_ratio) - log_ratio,
-        "mask/kept": kept,
-        "mask/low": ratio < policy_low,
-        "mask/high": ratio > policy_high,
-        "rho/mean": weight,
-        "rho/clip_low": ratio < weight_low,
-        "rho/clip_high": ratio > weight_high,
-        "rho/deviation": deviation,
-        "rho/deviation_square": deviation**2,
-        "residual/magnitude": size,
-        "residual/square": size**2,
-        "residual/magnitude_times_rho_deviation": size * deviation,
-        "advantage/correction": jnp.abs(advantage - gae_advantage),
-        "advantage/gae_magnitude": jnp.abs(gae_advantage),
-        "advantage/sign_flip": advantage * gae_advantage < 0,
-        "critic/target": value_target,
-        "critic/target_square": value_target**2,
-        "critic/error": target_error,
-        "critic/error_square": target_error**2,
-        "bias/policy": bias.policy,
-        "bias/advantage": bias.advantage,
-        "bias/interaction": bias.interaction,
-        "bias/policy_magnitude": jnp.abs(bias.policy),
-        "bias/advantage_magnitude": jnp.abs(bias.advantage),
-        "bias/interaction_magnitude": jnp.abs(bias.interaction),
+        "kl_k3": jnp.expm1(log_ratio) - log_ratio,
+        "mask_kept": kept,
+        "mask_low": ratio < policy_low,
+        "mask_high": ratio > policy_high,
+        "rho": weight,
+        "rho_clip_low": ratio < weight_low,
+        "rho_clip_high": ratio > weight_high,
+        "rho_deviation": deviation,
+        "rho_deviation_square": deviation**2,
+        "residual_magnitude": size,
+        "residual_square": size**2,
+        "residual_times_rho_deviation": size * deviation,
+        "correction": jnp.abs(advantage - gae_advantage),
+        "gae_magnitude": jnp.abs(gae_advantage),
+        "sign_flip": advantage * gae_advantage < 0,
+        "value_target": value_target,
+        "value_target_square": value_target**2,
+        "value_error": value_error,
+        "value_error_square": value_error**2,
+        "bias_policy": bias.policy,
+        "bias_advantage": bias.advantage,
+        "bias_interaction": bias.interaction,
+        "bias_policy_magnitude": jnp.abs(bias.policy),
+        "bias_advantage_magnitude": jnp.abs(bias.advantage),
+        "bias_interaction_magnitude": jnp.abs(bias.interaction),
     }
     count = jnp.sum(is_action, dtype=jnp.float32)
     return {
-        name: (jnp.sum(jnp.where(is_action, x, jnp.zeros_like(x)), dtype=jnp.float32), count)
+        f"coupling/{name}": (
+            jnp.sum(jnp.where(is_action, x, jnp.zeros_like(x)), dtype=jnp.float32),
+            count,
+        )
         for name, x in tokens.items()
     }
 
@@ -200,45 +203,43 @@ def coupling_estimates(
 def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """Form the ratios of summed (sum, count) metrics, once, on the host.
 
-    Every pair becomes sum / count, nan where nothing was counted. Where the raw moments of
-    `coupling_estimates` are present, four figures that are no plain mean are added:
-    `ratio/effective_sample_size` (fraction of the tokens), `log_ratio/std`,
-    `critic/explained_variance` (of the target by the critic) and `residual/rho_correlation`
-    (between |residual| and |rho - 1|); nan where a variance that they divide by is zero.
+    Every pair, whatever its name, becomes sum / count, and is left out where nothing was counted.
+    With the raw moments of `coupling_estimates` come four figures that are no plain mean:
+    `coupling/effective_sample_size` (fraction of the tokens), `coupling/log_ratio_std`,
+    `coupling/explained_variance` (of the target by the critic) and
+    `coupling/residual_rho_correlation` (between |residual| and |rho - 1|). A figure that would
+    divide by a variance of zero is left out.
     """
     mean = {
-        name: float(total) / float(count) if float(count) else math.nan
+        name: float(total) / float(count)
         for name, (total, count) in jax.device_get(dict(metrics)).items()
+        if float(count)
     }
+    if "coupling/ratio" not in mean:
+        return mean
+
+    def moment(name: str) -> float:
+        return mean[f"coupling/{name}"]
 
     def variance(name: str, square: str) -> float:
         # Rounding of the sums can leave a tiny negative number where all values are equal.
-        return max(mean[square] - mean[name] ** 2, 0.0)
+        return max(moment(square) - moment(name) ** 2, 0.0)
 
-    def ratio(numerator: float, denominator: float) -> float:
-        return numerator / denominator if denominator else math.nan
-
-    if "ratio/square" in mean:
-        mean["ratio/effective_sample_size"] = ratio(mean["ratio/mean"] ** 2, mean["ratio/square"])
-    if "log_ratio/square" in mean:
-        mean["log_ratio/std"] = math.sqrt(variance("log_ratio/mean", "log_ratio/square"))
-    if "critic/target_square" in mean:
-        mean["critic/explained_variance"] = 1.0 - ratio(
-            variance("critic/error", "critic/error_square"),
-            variance("critic/target", "critic/target_square"),
+    mean["coupling/log_ratio_std"] = math.sqrt(variance("log_ratio", "log_ratio_square"))
+    mean["coupling/effective_sample_size"] = moment("ratio") ** 2 / moment("ratio_square")
+    target = variance("value_target", "value_target_square")
+    if target > 0:
+        unexplained = variance("value_error", "value_error_square")
+        mean["coupling/explained_variance"] = 1.0 - unexplained / target
+    spread = math.sqrt(
+        variance("residual_magnitude", "residual_square")
+        * variance("rho_deviation", "rho_deviation_square")
+    )
+    if spread > 0:
+        covariance = moment("residual_times_rho_deviation") - moment("residual_magnitude") * moment(
+            "rho_deviation"
         )
-    if "residual/magnitude_times_rho_deviation" in mean:
-        covariance = (
-            mean["residual/magnitude_times_rho_deviation"]
-            - mean["residual/magnitude"] * mean["rho/deviation"]
-        )
-        mean["residual/rho_correlation"] = ratio(
-            covariance,
-            math.sqrt(
-                variance("residual/magnitude", "residual/square")
-                * variance("rho/deviation", "rho/deviation_square")
-            ),
-        )
+        mean["coupling/residual_rho_correlation"] = covariance / spread
     return mean
 
 
