@@ -290,7 +290,16 @@ def unflatten(leaves: Mapping[Path, Any]) -> Params:
     return tree
 
 
-def init(key: PRNGKeyArray | UInt32[Array, 2], config: ModelConfig, *, head: Head = "lm") -> Params:
+def flatten(tree: Mapping[str, Any]) -> dict[Path, Any]:
+    """List the leaves of a nested tree by path; the inverse of `unflatten`."""
+    leaves: dict[Path, Any] = {}
+    for name, node in tree.items():
+        below = flatten(node) if isinstance(node, Mapping) else {(): node}
+        leaves.update({(name, *path): leaf for path, leaf in below.items()})
+    return leaves
+
+
+def init(key: Array, config: ModelConfig, *, head: Head = "lm") -> Params:
     """Draw float32 parameters; each leaf depends on `key` and its own path only."""
 
     def draw(path: Path, spec: Parameter) -> Array:
@@ -475,8 +484,7 @@ def token_logprob_and_entropy(
     *,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
-    """Give log p(token | what stands before it) and the entropy of that distribution, both in nats,
-    per token.
+    """Give log p(token | what stands before it) and that distribution's entropy, in nats.
 
     Both are 0 on the first token of a segment, which nothing predicts, and on padding. The entropy
     costs one more pass over the vocabulary, which XLA drops when the result is not used.
@@ -640,9 +648,9 @@ def decode_step(
 
 
 def _cached_forward(params, config, cache, token_ids, slot, start, positions, given, attend):
-    """Run the body on new tokens [n, chunk]: new keys and values [layer, n, chunk, ...], and flat
-    hidden states.
+    """Run the body on new tokens [n, chunk] after what their slots hold.
 
+    Returns the new keys and values, [layer, n, chunk, kv_heads, head_dim], and flat hidden states.
     The cache is only read here. Writing it once for all layers afterwards keeps the scan from
     copying it.
     """
