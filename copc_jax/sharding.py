@@ -1,0 +1,96 @@
+"""Where arrays live: a mesh of (data, model), and a rule for each logical axis of the parameters.
+
+Rows of a batch are split over `data`. Parameters and the optimizer's moments are split over `data`
+along their embedding axis (FSDP) and over `model` along heads, MLP and vocabulary (tensor
+parallelism). One device is the mesh (1, 1), and the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from copc_jax import model
+
+# Logical axis -> mesh axis; axes that are not named here are not split.
+RULES = {"embed": "data", "heads": "model", "mlp": "model", "vocab": "model"}
+
+
+def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay out the first data * model devices.
+
+    Raises:
+        ValueError: when there are not as many.
+    """
+    available = jax.devices() if devices is None else devices
+    needed = data * model
+    if needed < 1 or needed > len(available):
+        raise ValueError(
+            f"a mesh of {data} x {model} needs {needed} devices, {len(available)} are available"
+        )
+    # The default axis type, Explicit, refuses gathers from a split embedding.
+    return jax.make_mesh(
+        (data, model),
+        ("data", "model"),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=list(available[:needed]),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Place the whole of an array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Split [rows, time] arrays by rows. Time stays whole: the returns scan over it."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def parameter_shardings(
+    mesh: Mesh, config: model.ModelConfig, head: model.Head = "lm"
+) -> dict[str, Any]:
+    """Give the sharding of each parameter, as a tree like the parameters."""
+    table = model.parameter_table(config, head)
+    return model.unflatten({path: _sharding(mesh, spec) for path, spec in table.items()})
+
+
+def optimizer_shardings(mesh: Mesh, config: model.ModelConfig, head: model.Head, state: Any) -> Any:
+    """Give the sharding of an optimizer's state: moments lie with their parameters.
+
+    Without it `jit(optimizer.init)` puts the moments on one device and the first update compiles
+    twice.
+
+    Args:
+        mesh: from `make_mesh`.
+        config: the model.
+        head: of the parameters that the optimizer moves.
+        state: the state or its shapes, `jax.eval_shape(optimizer.init, params)`. A leaf belongs to
+            the parameter whose path ends its own and whose shape it has; others are replicated.
+    """
+    table = model.parameter_table(config, head)
+    longest = max(len(path) for path in table)
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        for length in range(longest, 0, -1):
+            spec = table.get(names[-length:])
+            if spec is not None and spec.shape == leaf.shape:
+                return _sharding(mesh, spec)
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _sharding(mesh: Mesh, spec: model.Parameter) -> NamedSharding:
+    """Apply the rules; an axis that the mesh does not divide stays whole."""
+
+    def mesh_axis(size: int, axis: str) -> str | None:
+        name = RULES.get(axis)
+        return name if name is not None and size % mesh.shape[name] == 0 else None
+
+    axes = zip(spec.shape, spec.axes, strict=True)
+    return NamedSharding(mesh, PartitionSpec(*(mesh_axis(size, axis) for size, axis in axes)))
