@@ -19,7 +19,7 @@ from copc_jax import model
 RULES = {"embed": "data", "heads": "model", "mlp": "model", "vocab": "model"}
 
 
-def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay out the first data * model devices.
 
     Raises:
