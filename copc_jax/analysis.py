@@ -222,8 +222,9 @@ def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
         return mean[f"coupling/{name}"]
 
     def variance(name: str, square: str) -> float:
-        # Rounding of the sums can leave a tiny negative number where all values are equal.
-        return max(moment(square) - moment(name) ** 2, 0.0)
+        spread = moment(square) - moment(name) ** 2
+        # Less than this of the mean square is the rounding of float32 sums: all values are equal.
+        return spread if spread > 1e-6 * moment(square) else 0.0
 
     mean["coupling/log_ratio_std"] = math.sqrt(variance("log_ratio", "log_ratio_square"))
     mean["coupling/effective_sample_size"] = moment("ratio") ** 2 / moment("ratio_square")
