@@ -187,7 +187,7 @@ class SGLangClient:
         deadline_s: float = 600.0,
         max_connections: int = 1024,
         update_timeout_s: float = 300.0,
-        pause_mode: Literal["retract", "abort"] = "retract",
+        pause_mode: Literal["retract", "abort", "in_place"] = "retract",
         context_length: int | None = None,
         backoff_s: float = 0.25,
         probe_interval_s: float = 2.0,
@@ -205,10 +205,10 @@ class SGLangClient:
             deadline_s: seconds for one generation with all its retries, resumptions and waits.
             max_connections: /generate calls in flight, 0 for no limit.
             update_timeout_s: seconds for one server to load weights.
-            pause_mode: what an update does to running requests: "retract" lets them go on with the
-                new weights, "abort" cuts them (the client resumes them). SGLang's "in_place" is not
-                offered: it keeps keys and values of the old weights, so that its log-probs belong
-                to neither version.
+            pause_mode: what an update does to running requests. "retract" recomputes their keys and
+                values with the new weights; "abort" cuts them, and the client resumes them;
+                "in_place" keeps the old keys and values, so that later tokens come from a mixture
+                of two versions (their log-probs are still those of the sampler).
             context_length: tokens of prompt plus response that a server takes; `check` asks for it.
             backoff_s: first pause before a retry; it doubles up to 10 s, with jitter.
             probe_interval_s: seconds between looks at servers that are out.
@@ -240,8 +240,8 @@ class SGLangClient:
             raise ValueError(f"retries must not be negative, got {retries}")
         if max_connections < 0:
             raise ValueError(f"max_connections must not be negative, got {max_connections}")
-        if pause_mode not in ("retract", "abort"):
-            raise ValueError(f"pause_mode must be 'retract' or 'abort', got {pause_mode!r}")
+        if pause_mode not in ("retract", "abort", "in_place"):
+            raise ValueError(f"pause_mode must be retract, abort or in_place, got {pause_mode!r}")
         self.timeout_s = timeout_s
         self.retries = retries
         self.deadline_s = deadline_s
@@ -415,12 +415,14 @@ class SGLangClient:
             if self._abort_calls != abort_calls:
                 return _join(parts, "abort")
             server = await self._choose(key, deadline)
-            request = {
+            request: dict[str, Any] = {
                 "rid": rid or uuid.uuid4().hex,
                 "input_ids": prefix,
                 "sampling_params": sampling.to_json(budget - sampled, _part_seed(seed, sampled)),
                 "return_logprob": True,
             }
+            if self.pause_mode == "in_place":
+                request["extra_key"] = str(self.published_version)
             rid = None
             try:
                 part = await self._attempt(server, request, deadline, key)
@@ -630,8 +632,9 @@ class SGLangClient:
         update = {
             "model_path": str(path),
             "weight_version": str(version),
-            # Keys and values of the old weights must not serve new requests.
-            "flush_cache": True,
+            # Keys and values of the old weights must not serve new requests. SGLang cannot flush
+            # under frozen requests; `generate` then keeps versions apart by `extra_key`.
+            "flush_cache": self.pause_mode != "in_place",
             "abort_all_requests": False,
         }
         try:
