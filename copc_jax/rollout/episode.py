@@ -1,13 +1,14 @@
 """One episode: turns of sampling, tool calls and observations, token ids throughout.
 
-What was sampled is never encoded again: the next turn sends the very ids of the turns before it, and
-only new observations are tokenized.
+What was sampled is never encoded again: the next turn sends the very ids of the turns before it,
+and only new observations are tokenized.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Sequence
@@ -352,7 +353,7 @@ def render(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
     lines = [f"=== {head} reward={trajectory.reward:g} {info}".rstrip()]
     changes = np.flatnonzero(np.diff(trajectory.is_action)) + 1
     edges = [0, *changes.tolist(), len(trajectory.token_ids)]
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         if trajectory.is_action[start]:
             versions = trajectory.weight_version[start:end]
             low, high = int(versions.min()), int(versions.max())
