@@ -82,7 +82,7 @@ class Admission:
         return self.batch_size * (self.warmup_batches + batches)
 
     def sampling_version(self, batch: int) -> int:
-        """Return the version that samples a batch in mode "exact", the oldest that may in "bounded".
+        """Return the version that samples a batch in mode "exact", the oldest one in "bounded".
 
         Args:
             batch: index of the batch, from 0.
