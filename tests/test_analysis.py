@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -460,47 +461,30 @@ def training_batch(seed, rows=64):
     return build, mdp.is_action[drawn], ratio, value[drawn]
 
 
-def estimates(batch, **options):
+@functools.partial(jax.jit, static_argnames=("eta_policy", "eta_advantage"))
+def estimates(batch, *, eta_policy=0.5, eta_advantage=0.5):
     """As the learner calls it: operators first, then the measurement, in one jitted program."""
-
-    @jax.jit
-    def program(batch):
-        policy, behavior, value, reward, discount, is_action = (
-            batch[name]
-            for name in (
-                "policy_logprob",
-                "behavior_logprob",
-                "value",
-                "reward",
-                "discount",
-                "is_action",
-            )
-        )
-        ratio = returns.importance_ratio(policy, behavior, is_action)
-        corrected = returns.copc_returns(
-            reward,
-            value,
-            discount,
-            ratio,
-            is_action,
-            eta_advantage=options.get("eta_advantage", 0.5),
-        )
-        plain = returns.gae(reward, value, discount, is_action)
-        result = analysis.coupling_estimates(
-            policy,
-            behavior,
-            value,
-            corrected.advantage,
-            plain.advantage,
-            corrected.value_target,
-            is_action,
-            reward=reward,
-            discount=discount,
-            **options,
-        )
-        return result, corrected, plain
-
-    return program(batch)
+    names = ("policy_logprob", "behavior_logprob", "value", "reward", "discount", "is_action")
+    policy, behavior, value, reward, discount, is_action = (batch[name] for name in names)
+    ratio = returns.importance_ratio(policy, behavior, is_action)
+    corrected = returns.copc_returns(
+        reward, value, discount, ratio, is_action, eta_advantage=eta_advantage
+    )
+    plain = returns.gae(reward, value, discount, is_action)
+    metrics = analysis.coupling_estimates(
+        policy,
+        behavior,
+        value,
+        corrected.advantage,
+        plain.advantage,
+        corrected.value_target,
+        is_action,
+        reward=reward,
+        discount=discount,
+        eta_policy=eta_policy,
+        eta_advantage=eta_advantage,
+    )
+    return metrics, corrected, plain
 
 
 def test_estimates_equal_plain_numpy_over_action_tokens():
