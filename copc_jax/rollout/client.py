@@ -562,8 +562,8 @@ class SGLangClient:
         """Load a Hugging Face folder into every healthy server, tagged with `version`.
 
         Each server is paused, updated, asked for its version and continued, whatever happens in
-        between. A server found dead is put out and gets the weights before it is used again, as
-        long as another one took them.
+        between. A server found dead is put out and gets the weights before it is used again; if
+        all are dead, this waits for one up to `deadline_s`.
 
         Args:
             directory: folder that the servers can read; it must stay until the next publish.
@@ -581,26 +581,42 @@ class SGLangClient:
             if version < oldest:
                 raise ValueError(f"version must be at least {oldest}, got {version}")
             self._newest = max(version, self._newest or 0)
-            servers = [s for s in self._servers if s.healthy] or self._servers
-            results = await asyncio.gather(
-                *(self._load(server, path, version) for server in servers), return_exceptions=True
-            )
-            failures: list[str] = []
-            dead: list[str] = []
-            for server, result in zip(servers, results, strict=True):
-                if result is None:
-                    server.healthy = server.trusted = True
-                    continue
-                if not isinstance(result, (_Transient, RolloutError)):
-                    raise result
-                self._put_out(server, str(result), trusted=False)
-                refused = isinstance(result, _Transient) and result.refused
-                (dead if refused else failures).append(f"{server.url}: {result}")
-            if failures or len(dead) == len(servers):
-                raise WeightUpdateError(
-                    f"weight version {version} not published: " + "; ".join(failures + dead)
-                )
+            deadline = _now() + self.deadline_s
+            attempt = 0
+            while await self._load_all(path, version) == 0:
+                attempt += 1
+                if _now() >= deadline:
+                    reasons = "; ".join(f"{url}: {why}" for url, why in self.health().items())
+                    raise WeightUpdateError(f"version {version} not published: {reasons}")
+                await self._back_off(attempt, deadline)
             self._published = (path, version)
+
+    async def _load_all(self, path: Path, version: int) -> int:
+        """Give weights to every healthy server, or to every one if none is; return how many took.
+
+        Raises:
+            WeightUpdateError: a server that lives did not take them.
+        """
+        servers = [s for s in self._servers if s.healthy] or self._servers
+        results = await asyncio.gather(
+            *(self._load(server, path, version) for server in servers), return_exceptions=True
+        )
+        taken = 0
+        failures: list[str] = []
+        for server, result in zip(servers, results, strict=True):
+            if result is None:
+                server.healthy = server.trusted = True
+                server.failures = 0
+                taken += 1
+            elif isinstance(result, (_Transient, RolloutError)):
+                self._put_out(server, str(result), trusted=False)
+                if not (isinstance(result, _Transient) and result.refused):
+                    failures.append(f"{server.url}: {result}")
+            else:
+                raise result
+        if failures:
+            raise WeightUpdateError(f"version {version} not published: " + "; ".join(failures))
+        return taken
 
     async def versions(self) -> dict[str, int | None]:
         """Ask every worker for its weight version; None for dead ones and labels not ours."""
