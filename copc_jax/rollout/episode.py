@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -45,6 +45,7 @@ class Action:
     info: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+@runtime_checkable
 class Task(Protocol):
     """What an environment provides. `stop` are the strings that end a turn."""
 
