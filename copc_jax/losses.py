@@ -1,0 +1,400 @@
+"""Actor, critic and supervised losses on plain `[..., T]` arrays, time last.
+
+Every loss returns `(loss, metrics)`: a float32 scalar to minimize, and a dictionary of name ->
+(sum, count), which adds over micro-batches and devices; divide once at the end. `metrics["loss"]`
+is the loss itself in that form. Only action tokens count, and whatever stands elsewhere (NaN and
+-inf included) changes neither loss nor gradient nor metrics.
+
+Gradients reach `policy_logprob` (or `value`, `logprob`) and nothing else: behavior and proximal
+log-probabilities, advantages and value targets are held fixed here. A token that a mask drops stays
+in the denominator unless an option says otherwise.
+
+Shared arguments:
+    policy_logprob: of the parameters being trained, in nats.
+    proximal_logprob: of the learner before this batch's first update.
+    behavior_logprob: as the rollout server recorded it; never recomputed.
+    advantage: already normalized, where the method normalizes.
+    reduce: "token" is the mean over all action tokens, "response" the mean over responses of each
+        one's mean.
+    segment_ids: names the response of each token in packed rows; a response is one (row, segment).
+        None means that each row is one response.
+
+Shared metrics of actor losses: `ratio`, `log_ratio`, `log_ratio_square` and `kl` (the k3 estimate
+of KL(mu || pi)) of policy against behavior; `ratio_capped`, tokens beyond the limit of
+`returns.LOG_RATIO_LIMIT`; `clip_low` and `clip_high`, tokens that the loss's lower or upper bound
+changed; `kept`, tokens with a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from copc_jax.returns import (
+    LOG_RATIO_LIMIT,
+    importance_ratio,
+    log_importance_ratio,
+    ratio_interval,
+    select_actions,
+)
+
+Reduce = Literal["token", "response"]
+Metrics = dict[str, tuple[Array, Array]]
+
+
+def ratio_mask(
+    ratio: Float[Array, "*shape"],
+    eta_policy: float | Float[Array, ""] = 0.5,
+    eps_low: float = 0.4,
+    eps_high: float = 0.56,
+) -> Bool[Array, "*shape"]:
+    """Return True where the ratio lies in the closed `ratio_interval(eta_policy, ...)`.
+
+    Source: COPC section 5, the policy channel. At eta_policy = 0 exactly the tokens of ratio 1 are
+        kept.
+    """
+    low, high = ratio_interval(eta_policy, eps_low, eps_high)
+    ratio = jnp.asarray(ratio, jnp.float32)
+    return (low <= ratio) & (ratio <= high)
+
+
+def _response_index(is_action: Array, segment_ids: Array | None) -> Array:
+    """Number the responses of each row by the order in which their segments begin, in [0, T)."""
+    if segment_ids is None:
+        return jnp.zeros(jnp.shape(is_action), jnp.int32)
+    if jnp.shape(segment_ids) != jnp.shape(is_action):
+        raise ValueError(
+            f"segment_ids has shape {jnp.shape(segment_ids)} but is_action has shape "
+            f"{jnp.shape(is_action)}"
+        )
+    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
+    first = jnp.zeros_like(segment_ids[..., :1])
+    return jnp.concatenate([first, jnp.cumsum(begins, axis=-1, dtype=first.dtype)], axis=-1)
+
+
+def _response_sum(x: Array, is_action: Array, segment_ids: Array | None) -> Array:
+    """Give every token the sum of `x` over the action tokens of its response."""
+    (x,) = select_actions(is_action, x=x)
+    if segment_ids is None:
+        return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
+    index = _response_index(is_action, segment_ids)
+
+    def row(x: Array, index: Array) -> Array:
+        return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
+
+    for _ in range(x.ndim - 1):
+        row = jax.vmap(row)
+    return row(x, index)
+
+
+def reduction_weights(
+    is_action: Bool[Array, "*batch time"],
+    *,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, "*batch time"], Float[Array, ""]]:
+    """Return `(weight, count)`: the reduced value of x is `sum(weight * x) / max(count, 1)`.
+
+    `count` is the number of action tokens, or of responses that have one. Micro-batches and devices
+    add `sum(weight * x)` and `count` separately.
+    """
+    ones = jnp.where(is_action, 1.0, 0.0).astype(jnp.float32)
+    if reduce == "token":
+        return ones, ones.sum()
+    if reduce == "response":
+        weight = ones / jnp.maximum(_response_sum(ones, is_action, segment_ids), 1.0)
+        # Each response's weights add to 1 up to rounding, and a count of responses is a whole
+        # number.
+        return weight, jnp.round(weight.sum())
+    raise ValueError(f'reduce must be "token" or "response", got {reduce!r}')
+
+
+def reduce_tokens(
+    x: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> Float[Array, ""]:
+    """Average `x` over action tokens ("token"), or within and then over responses ("response").
+
+    Responses without an action token count nowhere; with none at all the result is 0.
+
+    Source: COPC appendix C.2.1 (response mean for mathematics, token mean for search).
+    """
+    total, count = _reduction(x, is_action, reduce, segment_ids)
+    return total / jnp.maximum(count, 1.0)
+
+
+def _reduction(
+    x: Array, is_action: Array, reduce: Reduce, segment_ids: Array | None
+) -> tuple[Array, Array]:
+    weight, count = reduction_weights(is_action, reduce=reduce, segment_ids=segment_ids)
+    (x,) = select_actions(is_action, x=x)
+    return (weight * x).sum(), count
+
+
+def kl_divergence(
+    policy_logprob: Float[Array, "*batch time"],
+    reference_logprob: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+) -> Float[Array, "*batch time"]:
+    """Estimate KL(policy || reference) on each token that the policy sampled, 0 off action tokens.
+
+    With `d = reference_logprob - policy_logprob`: k1 is `-d` (unbiased, any sign), k2 is `d**2 / 2`
+    (biased), k3 is `exp(d) - 1 - d` (unbiased, never negative). As a loss only the gradient of k2
+    points to the reference.
+
+    Source: Schulman, "Approximating KL divergence", 2020.
+    """
+    difference = log_importance_ratio(reference_logprob, policy_logprob, is_action)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    if estimator == "k3":
+        return jnp.expm1(difference) - difference
+    raise ValueError(f'estimator must be "k1", "k2" or "k3", got {estimator!r}')
+
+
+def _mean_over_actions(is_action: Array, **arrays: Array) -> Metrics:
+    """Pair the sum of each array over action tokens with their number."""
+    count = jnp.sum(is_action, dtype=jnp.float32)
+    sums = (x.sum() for x in select_actions(is_action, **arrays))
+    return {name: (total, count) for name, total in zip(arrays, sums, strict=True)}
+
+
+def _finish_actor(
+    objective: Array,
+    policy_logprob: Array,
+    behavior_logprob: Array,
+    is_action: Array,
+    *,
+    reduce: Reduce,
+    segment_ids: Array | None,
+    clip_low: Array,
+    clip_high: Array,
+    kept: Array,
+    counted: Array | None = None,
+    **more: Array,
+) -> tuple[Array, Metrics]:
+    """Reduce the negated objective and add the metrics that all actor losses share.
+
+    `counted` are the tokens of the denominator, all action tokens unless given.
+    """
+    total, count = _reduction(
+        -objective, is_action if counted is None else counted, reduce, segment_ids
+    )
+    log_ratio = jax.lax.stop_gradient(
+        log_importance_ratio(policy_logprob, behavior_logprob, is_action)
+    )
+    metrics = _mean_over_actions(
+        is_action,
+        ratio=jnp.exp(log_ratio),
+        log_ratio=log_ratio,
+        log_ratio_square=jnp.square(log_ratio),
+        kl=jnp.expm1(log_ratio) - log_ratio,
+        ratio_capped=jnp.abs(log_ratio) >= LOG_RATIO_LIMIT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kept=kept,
+        **more,
+    )
+    metrics["loss"] = (jax.lax.stop_gradient(total), count)
+    return total / jnp.maximum(count, 1.0), metrics
+
+
+def _fixed(is_action: Array, **arrays: Array) -> tuple[Array, ...]:
+    return jax.lax.stop_gradient(select_actions(is_action, **arrays))
+
+
+def copc_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    eta_policy: float | Float[Array, ""] = 0.5,
+    eps_low: float = 0.4,
+    eps_high: float = 0.56,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+    frozen_logprob: Float[Array, "*batch time"] | None = None,
+    mask_in_denominator: bool = True,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Weight advantages by the importance ratio and drop tokens whose ratio left the interval.
+
+        loss = -reduce( sg(1[low <= r <= high]) * r * A ),   r = pi / mu
+
+    The mask is not differentiated, and unlike a PPO clip it drops tokens on both sides whatever the
+    sign of A.
+
+    Args:
+        policy_logprob: see the module.
+        behavior_logprob: see the module.
+        advantage: see the module.
+        is_action: see the module.
+        eta_policy: width of the interval; (0.5, 0.4, 0.56) is [0.80, 1.28].
+        eps_low: margin below 1 at eta_policy = 1.
+        eps_high: margin above 1 at eta_policy = 1.
+        reduce: see the module.
+        segment_ids: see the module.
+        frozen_logprob: of the learner before the first update; the mask is then taken from
+            `frozen_logprob` against behavior and stays the same over the updates of a batch. None
+            takes it from `policy_logprob`. Both agree when a batch is one update.
+        mask_in_denominator: dropped tokens count in the mean; False averages over the kept tokens.
+
+    Source: COPC section 5.
+    """
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    ratio = jnp.exp(log_importance_ratio(policy_logprob, behavior_logprob, is_action))
+    mask_ratio = ratio
+    if frozen_logprob is not None:
+        mask_ratio = importance_ratio(frozen_logprob, behavior_logprob, is_action)
+    low, high = ratio_interval(eta_policy, eps_low, eps_high)
+    below, above = mask_ratio < low, mask_ratio > high
+    dropped = below | above
+    return _finish_actor(
+        jnp.where(dropped, 0.0, ratio) * advantage,
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=~dropped,
+        counted=None if mask_in_denominator else is_action & ~dropped,
+    )
+
+
+def _clipped_objective(
+    ratio: Array, advantage: Array, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Array, Array, Array, Array]:
+    """Return PPO's `min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` and where it was cut.
+
+    Written as a choice and not with `minimum`: at a tie that splits the gradient between its
+    arguments.
+
+    Returns:
+        Objective, tokens cut below, tokens cut above, tokens with a gradient.
+    """
+    below = (advantage < 0) & (ratio < 1.0 - clip_low)
+    above = (advantage > 0) & (ratio > 1.0 + clip_high)
+    bounded = jnp.where(below, 1.0 - clip_low, jnp.where(above, 1.0 + clip_high, ratio))
+    kept = ~(below | above)
+    if dual_clip is not None:
+        far = (advantage < 0) & (ratio > dual_clip)
+        bounded = jnp.where(far, dual_clip, bounded)
+        above, kept = above | far, kept & ~far
+    return bounded * advantage, below, above, kept
+
+
+def ppo_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Clip the surrogate objective, with the ratio against the recorded behavior policy.
+
+        loss = -reduce( min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) ),   r = pi / mu
+
+    With `dual_clip` c, tokens of negative advantage lose at most `-c A`. DAPO uses the same loss.
+
+    Source: Schulman et al., 2017 (arXiv 1707.06347); dual clip: Ye et al., 2020 (arXiv 1912.09729).
+    """
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    ratio = jnp.exp(log_importance_ratio(policy_logprob, behavior_logprob, is_action))
+    objective, below, above, kept = _clipped_objective(
+        ratio, advantage, clip_low, clip_high, dual_clip
+    )
+    return _finish_actor(
+        objective,
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=kept,
+    )
+
+
+def critic_loss(
+    value: Float[Array, "*batch time"],
+    value_target: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    old_value: Float[Array, "*batch time"] | None = None,
+    value_clip: float | None = None,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Regress values to their targets on all action tokens, those that the actor drops included.
+
+        loss = 0.5 * reduce( max((V - G)^2, (V_old + clip(V - V_old, +-value_clip) - G)^2) )
+
+    Without `value_clip` it is the plain squared error. Metrics: `value`, `value_target`,
+    `value_error` (G - V) and the squares of the last two, from which the explained variance is
+    formed; `value_clipped`, tokens whose gradient the clip removed.
+
+    Raises:
+        ValueError: `value_clip` without the `old_value` that it is measured from.
+
+    Source: Schulman et al., 2017, as implemented in verl and AReaL (value_clip 0.5).
+    """
+    (value,) = select_actions(is_action, value=value)
+    (value_target,) = _fixed(is_action, value_target=value_target)
+    error = value - value_target
+    square = jnp.square(error)
+    clipped = jnp.zeros_like(is_action)
+    if value_clip is not None:
+        if old_value is None:
+            raise ValueError(
+                "value_clip needs old_value, the frozen values that it is measured from"
+            )
+        (old_value,) = _fixed(is_action, old_value=old_value)
+        bounded = jnp.clip(value, old_value - value_clip, old_value + value_clip)
+        clipped_square = jnp.square(bounded - value_target)
+        clipped = (bounded != value) & (clipped_square > square)
+        square = jnp.where(clipped, jax.lax.stop_gradient(clipped_square), square)
+    total, count = _reduction(0.5 * square, is_action, reduce, segment_ids)
+    error = jax.lax.stop_gradient(error)
+    metrics = _mean_over_actions(
+        is_action,
+        value=jax.lax.stop_gradient(value),
+        value_target=value_target,
+        value_target_square=jnp.square(value_target),
+        value_error=-error,
+        value_error_square=jnp.square(error),
+        value_clipped=clipped,
+    )
+    metrics["loss"] = (jax.lax.stop_gradient(total), count)
+    return total / jnp.maximum(count, 1.0), metrics
+
+
+def sft_loss(
+    logprob: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Return the negative log-likelihood of the tokens to imitate, in nats a token."""
+    (logprob,) = select_actions(is_action, logprob=logprob)
+    total, count = _reduction(-logprob, is_action, reduce, segment_ids)
+    metrics = {"loss": (jax.lax.stop_gradient(total), count)}
+    return total / jnp.maximum(count, 1.0), metrics

@@ -1,0 +1,244 @@
+"""The methods of the paper, one frozen row each: which returns, which actor loss, which batch.
+
+A row names functions of `returns` and `losses` and says how a batch is formed; it holds no
+mathematics. `METHODS[name]` is the whole difference between two runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jaxtyping import Array
+
+from copc_jax import losses, returns
+from copc_jax.types import Returns
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Numbers of returns and losses, shared by all methods; a method reads those that it has."""
+
+    eta_policy: float = 0.5
+    """COPC, width of the actor's ratio mask, 0 to 1; smaller drops more tokens."""
+    eta_advantage: float = 0.5
+    """COPC, width of the clip on residual weights, 0 to 1; 0 corrects nothing (GAE)."""
+    eps_low: float = 0.4
+    """COPC, margin below ratio 1 at eta = 1, both channels."""
+    eps_high: float = 0.56
+    """COPC, margin above ratio 1 at eta = 1, both channels."""
+    gamma: float = 1.0
+    """Discount per action token, above 0 to 1 (the paper's table is not public: 1 is assumed)."""
+    lambda_: float = 1.0
+    """Decay of traces per action token, 0 to 1 (the paper's table is not public: 1 is assumed)."""
+    trace: returns.Trace = "residual"
+    """COPC, whether weights multiply residuals only or also the trace (inferred: residuals)."""
+    first_residual: returns.FirstResidual = "weighted"
+    """COPC, whether an advantage weights the residual of its own token (inferred: it does)."""
+    mask_from: Literal["current", "frozen"] = "current"
+    """COPC, which ratio decides the mask: each update's, or the one frozen before the batch."""
+    mask_in_denominator: bool = True
+    """COPC, whether dropped tokens count in the mean."""
+    clip_low: float = 0.2
+    """PPO-like clips and SAO's mask, margin below ratio 1."""
+    clip_high: float = 0.28
+    """PPO-like clips and SAO's mask, margin above ratio 1."""
+    dual_clip: float | None = None
+    """PPO, bound on the ratio of tokens with a negative advantage; none is off."""
+    value_clip: float | None = 0.5
+    """Critic, largest move of a value per batch in units of the return; none is off."""
+    behavior_cap: float = 5.0
+    """AReaL, proximal-to-behavior ratio above which a token leaves the actor loss."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers outside their range."""
+        for name, low, high in (
+            ("eta_policy", 0.0, 1.0),
+            ("eta_advantage", 0.0, 1.0),
+            ("eps_low", 0.0, 1.0),
+            ("eps_high", 0.0, float("inf")),
+            ("lambda_", 0.0, 1.0),
+            ("clip_low", 0.0, 1.0),
+            ("clip_high", 0.0, float("inf")),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+        if not 0.0 < self.gamma <= 1.0:
+            raise ValueError(f"gamma must be above 0 and at most 1, got {self.gamma}")
+        for name, low in (("dual_clip", 1.0), ("value_clip", 0.0), ("behavior_cap", 0.0)):
+            value = getattr(self, name)
+            if value is not None and not value > low:
+                raise ValueError(f"{name} must be above {low}, got {value}")
+
+
+TargetsFunction = Callable[[LossConfig, Array, Array, Array, Array, Array], Returns]
+ActorLossFunction = Callable[..., tuple[Array, losses.Metrics]]
+
+PAPER_REDUCE: Mapping[str, losses.Reduce] = {"search": "token", "math": "response"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Method:
+    """One method.
+
+    Attributes:
+        name: its key in `METHODS`.
+        paper: where it comes from.
+        returns: `(config, reward, value, discount, ratio, is_action) -> Returns`; `ratio` is the
+            frozen learner over behavior.
+        loss: `(config, policy_logprob, behavior_logprob, proximal_logprob, advantage, is_action, *,
+            reduce, segment_ids) -> (loss, metrics)`.
+        reduce: mean of the actor and critic losses, by task.
+        samples_per_prompt: least number of responses to a prompt.
+        max_samples_per_prompt: largest, None for no bound.
+        group: the outcome is normalized within its prompt before the batch is packed, and stands as
+            the reward of a critic-free MDP.
+        dynamic_sampling: groups of equal rewards are replaced before the batch is formed.
+        critic: a value function is trained.
+        critic_steps: critic updates per actor update.
+        value_clip: the critic's loss is clipped.
+        whiten: advantages are whitened over the batch after the returns.
+        minibatches: actor updates a batch, each on its own part.
+        needs_proximal: the loss reads `proximal_logprob`, the learner's before the batch.
+        warmup_updates: the actor's learning-rate warm-up that the method prescribes, in updates, by
+            task.
+        learning_rate_scale: `(config, metrics) -> factor` of the actor's step, from the metrics as
+            the learner names them (`actor/...`); None is 1.
+        overrides: settings that define the method and that no flag changes.
+    """
+
+    name: str
+    paper: str
+    returns: TargetsFunction
+    loss: ActorLossFunction
+    reduce: Mapping[str, losses.Reduce] = dataclasses.field(default_factory=lambda: PAPER_REDUCE)
+    samples_per_prompt: int = 1
+    max_samples_per_prompt: int | None = None
+    group: bool = False
+    dynamic_sampling: bool = False
+    critic: bool = True
+    critic_steps: int = 1
+    value_clip: bool = True
+    whiten: bool = True
+    minibatches: int = 1
+    needs_proximal: bool = False
+    warmup_updates: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    learning_rate_scale: Callable[[LossConfig, losses.Metrics], Array] | None = None
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, config: LossConfig) -> LossConfig:
+        """Return `config` with what defines this method in place."""
+        return dataclasses.replace(config, **self.overrides)
+
+    def targets(
+        self,
+        config: LossConfig,
+        reward: Array,
+        value: Array,
+        discount: Array,
+        ratio: Array,
+        is_action: Array,
+    ) -> Returns:
+        """Return advantages (not yet whitened) and value targets of a batch."""
+        return self.returns(self.settings(config), reward, value, discount, ratio, is_action)
+
+    def actor_loss(
+        self,
+        config: LossConfig,
+        policy_logprob: Array,
+        behavior_logprob: Array,
+        proximal_logprob: Array,
+        advantage: Array,
+        is_action: Array,
+        *,
+        reduce: losses.Reduce,
+        segment_ids: Array | None = None,
+    ) -> tuple[Array, losses.Metrics]:
+        """Return the actor loss and its metrics; see `losses` for the arguments."""
+        return self.loss(
+            self.settings(config),
+            policy_logprob,
+            behavior_logprob,
+            proximal_logprob,
+            advantage,
+            is_action,
+            reduce=reduce,
+            segment_ids=segment_ids,
+        )
+
+
+def _copc_returns(config, reward, value, discount, ratio, is_action) -> Returns:
+    return returns.copc_returns(
+        reward,
+        value,
+        discount,
+        ratio,
+        is_action,
+        eta_advantage=config.eta_advantage,
+        eps_low=config.eps_low,
+        eps_high=config.eps_high,
+        lambda_=config.lambda_,
+        trace=config.trace,
+        first_residual=config.first_residual,
+    )
+
+
+def _gae(config, reward, value, discount, ratio, is_action) -> Returns:
+    del ratio
+    return returns.gae(reward, value, discount, is_action, lambda_=config.lambda_)
+
+
+def _copc_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    return losses.copc_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        eta_policy=config.eta_policy,
+        eps_low=config.eps_low,
+        eps_high=config.eps_high,
+        frozen_logprob=proximal if config.mask_from == "frozen" else None,
+        mask_in_denominator=config.mask_in_denominator,
+        **reduction,
+    )
+
+
+def _ppo_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.ppo_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        **reduction,
+    )
+
+
+_ROWS = (
+    Method(
+        name="copc",
+        paper="COPC, arXiv 2610.09597",
+        returns=_copc_returns,
+        loss=_copc_loss,
+    ),
+    Method(
+        name="copc_no_rc",
+        paper="COPC without return correction, arXiv 2610.09597 section 6.3",
+        returns=_copc_returns,
+        loss=_copc_loss,
+        overrides={"eta_advantage": 0.0},
+    ),
+    Method(
+        name="ppo",
+        paper="PPO with GAE, arXiv 1707.06347",
+        returns=_gae,
+        loss=_ppo_loss,
+    ),
+)
+
+METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
