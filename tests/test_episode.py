@@ -378,6 +378,8 @@ def test_an_aborted_episode_is_marked_and_not_scored(server):
                     seed=1,
                 )
             )
+            while not server.running:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.6)
             await client.abort_all()
             return await episode

@@ -307,7 +307,7 @@ class SGLangClient:
     async def check(self, *, wait_s: float = 0.0) -> None:
         """Make sure that every address is an SGLang server or router that answers.
 
-        Learns the workers of a router and the context length where they were not given.
+        Learns the workers of a router and the shortest context length where they were not given.
 
         Args:
             wait_s: seconds to wait for servers that are still starting.
@@ -316,10 +316,11 @@ class SGLangClient:
             RolloutError: naming the address, what was expected and what came.
         """
         give_up = _now() + wait_s
+        ask_context = self.context_length is None
         for server in self._servers:
             while True:
                 try:
-                    await self._check_server(server)
+                    await self._check_server(server, ask_context)
                     break
                 except _Transient as error:
                     if _now() >= give_up:
@@ -329,7 +330,7 @@ class SGLangClient:
                         ) from error
                     await asyncio.sleep(min(1.0, self._backoff_s * 2))
 
-    async def _check_server(self, server: _Server) -> None:
+    async def _check_server(self, server: _Server, ask_context: bool) -> None:
         if server.workers == [server.url]:
             try:
                 await self._label(server.url)
@@ -345,8 +346,10 @@ class SGLangClient:
             except RolloutError as error:
                 raise RolloutError(f"{url} is not an SGLang server: {error}") from error
         await self._control("GET", server.url + "/health")
-        if self.context_length is None:
-            self.context_length = await self._context_length(server.workers[0])
+        if ask_context:
+            lengths = [await self._context_length(url) for url in server.workers]
+            known = [n for n in (self.context_length, *lengths) if n is not None]
+            self.context_length = min(known, default=None)
 
     async def _router_workers(self, url: str) -> list[str]:
         with contextlib.suppress(RolloutError, ValueError, TypeError, KeyError):
