@@ -557,9 +557,9 @@ def build_factbook(
     if elements:
         facts += element_facts({fact.subject for fact in facts})
     subjects = sorted({fact.subject for fact in facts})
-    rng = random.Random(seed)
-    rng.shuffle(subjects)
-    held_out = set(subjects[: round(held_out_share * len(subjects))])
+    # Every subject draws for itself: what else is in the corpus changes neither its split nor its
+    # questions.
+    held_out = {s for s in subjects if random.Random(f"{seed}/{s}").random() < held_out_share}
     plans = _plans(facts, max_sharing)
     limits = {1: one_hop_per_subject, 2: two_hop_per_subject}
     splits: list[list[Question]] = []
@@ -567,9 +567,11 @@ def build_factbook(
         chosen: dict[int, list[Question]] = {1: [], 2: []}
         for subject, hops in itertools.product(subjects, limits):
             fitting = [plan for plan in plans[subject, hops] if inside.issuperset(plan.subjects)]
+            rng = random.Random(f"{seed}/{subject}/{hops}")
             rng.shuffle(fitting)
             worded = (plan.word(rng) for plan in fitting)
             chosen[hops] += itertools.islice(filter(None, worded), limits[hops])
+        rng = random.Random(seed)
         rng.shuffle(chosen[1])
         questions = chosen[2] + chosen[1][: len(chosen[2])]
         rng.shuffle(questions)

@@ -16,7 +16,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import aiohttp
 import tantivy
@@ -58,6 +58,7 @@ class Passage:
         return cls(id, title.strip().removeprefix('"').removesuffix('"'), text.strip(), score)
 
 
+@runtime_checkable
 class Retriever(Protocol):
     """Anything that finds passages for queries."""
 
