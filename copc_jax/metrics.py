@@ -1,0 +1,881 @@
+"""What a person sees of a run: progress, metrics.jsonl, TensorBoard, episodes, the report.
+
+One line of metrics.jsonl is one learner update (or, at step 0, the state before the first one):
+
+    step                      learner version after the update
+    time                      seconds since the start of the run, pauses between resumes left out
+    reward/mean, reward/em    of the trained batch: mean reward, exact match (0 to 1)
+    task/searches             searches an episode
+    lag/mean, p50, max        staleness of the batch's action tokens, in learner updates
+    lag/histogram             list, number of action tokens at lag 0, 1, ...
+    lag/trajectory_histogram  list, number of trajectories by the lag of their oldest action token
+    learner/seconds           time in the update program
+    learner/wait_seconds      time that the learner waited for rollouts
+    learner/publish_seconds, learner/eval_seconds, learner/checkpoint_seconds
+    rollout/tokens_per_second sampled tokens
+    rollout/busy_fraction     share of the time since the last line in which the generator sampled
+    rollout/admission_fraction  share of that time in which it waited for admission
+    eval/em, em_low, em_high  greedy held-out exact match (0 to 1) and its 95% interval
+    eval/count                held-out questions of that evaluation
+    actor/*, critic/*         loss metrics by the names of copc_jax.losses
+    coupling/*                figures by the names of copc_jax.analysis
+
+Every name but step and time may be absent, and unknown names are kept as they are. A value is a
+number or a list of numbers; null stands for one that is not finite. evaluations.jsonl, if there is
+one, holds evaluations made later, in lines of the same form.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+import rich.console
+import rich.live
+import rich.progress_bar
+import rich.table
+import rich.text
+import tensorboardX
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+EPISODES_FILE = "episodes.txt"
+CONFIG_FILE = "config.json"
+COMMAND_FILE = "command.txt"
+
+# Two-sided 95% points of Student's t by degrees of freedom, then of the normal distribution.
+_STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+_NORMAL = 1.959964
+
+
+def confidence_interval(successes: int, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion.
+
+    Unlike mean ± 1.96 standard errors it stays within [0, 1] and has a width at 0 and n successes.
+
+    Raises:
+        ValueError: n is not positive or successes lie outside 0..n.
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(f"need 0 <= successes <= n and n >= 1, got {successes} of {n}")
+    share, z = successes / n, _NORMAL
+    center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    # At the ends the exact bounds are 0 and 1, which rounding misses.
+    low = 0.0 if successes == 0 else center - half
+    return low, 1.0 if successes == n else center + half
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, low, high): Student's 95% interval of the mean of independent values, such as seeds.
+
+    With one value the interval is infinite: one seed says nothing about other seeds.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not len(values):
+        raise ValueError("mean_interval needs at least one value")
+    sample = np.asarray(values, np.float64)
+    mean, degrees = float(sample.mean()), sample.size - 1
+    if degrees == 0:
+        return mean, -math.inf, math.inf
+    # Past the table, the first terms of the expansion of t around the normal point.
+    t = _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * degrees)
+    if degrees <= len(_STUDENT_T):
+        t = _STUDENT_T[degrees - 1]
+    half = t * float(sample.std(ddof=1)) / math.sqrt(sample.size)
+    return mean, mean - half, mean + half
+
+
+def lag_values(tokens: np.ndarray, trajectories: np.ndarray) -> dict[str, Any]:
+    """The `lag/*` values of one line from counts by lag: of action tokens and of trajectories."""
+    values: dict[str, Any] = {
+        "lag/histogram": tokens.tolist(),
+        "lag/trajectory_histogram": trajectories.tolist(),
+    }
+    if tokens.sum():
+        values["lag/mean"] = float(np.average(np.arange(tokens.size), weights=tokens))
+        values["lag/p50"] = float(_median(tokens))
+        values["lag/max"] = float(np.flatnonzero(tokens)[-1])
+    return values
+
+
+def _median(counts: np.ndarray) -> int:
+    """Lower median of a histogram over 0, 1, ..."""
+    return int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
+
+
+def read_metrics(run_dir: str | pathlib.Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """The lines of a metrics file, [] if there is none.
+
+    A last line that a killed process left unfinished is passed over.
+
+    Raises:
+        ValueError: any other line is not a JSON object with a step.
+    """
+    path = pathlib.Path(run_dir) / name
+    if not path.exists():
+        return []
+    lines, rows = path.read_text(encoding="utf-8").splitlines(), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: not a JSON object with a step")
+    return rows
+
+
+class MetricsLogger:
+    """Writes the metrics of a run and shows its progress.
+
+    Args:
+        run_dir: the run's directory; made if missing.
+        total_steps: updates of the whole run, for the bar and the time left.
+        resume_step: None for a new run. When a run goes on from the checkpoint of this step, later
+            lines of its files are dropped, so that no step appears twice.
+        console: show progress: a live display on a terminal, otherwise plain lines.
+        console_seconds: shortest time between two plain lines.
+        episodes_bytes: size at which episodes.txt stops growing.
+        stream: where the display goes. Standard error by default, which leaves pipes alone.
+
+    Raises:
+        FileExistsError: `run_dir` already holds metrics and `resume_step` is None.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | pathlib.Path,
+        *,
+        total_steps: int | None = None,
+        resume_step: int | None = None,
+        console: bool = True,
+        console_seconds: float = 5.0,
+        episodes_bytes: int = 4_000_000,
+        stream: TextIO | None = None,
+    ):
+        self.run_dir = pathlib.Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        path = self.run_dir / METRICS_FILE
+        kept = _prepare(path, resume_step)
+        self._last_step = kept[-1]["step"] if kept else -1
+        self._start = time.monotonic() - (kept[-1]["time"] if kept else 0.0)
+        self._file = path.open("a", encoding="utf-8")
+        self._episodes_bytes = episodes_bytes
+        self._tensorboard = tensorboardX.SummaryWriter(
+            str(self.run_dir / "tensorboard"),
+            purge_step=None if resume_step is None else resume_step + 1,
+            flush_secs=10,
+        )
+        self._display = _Display(stream or sys.stderr, total_steps, console, console_seconds)
+        for row in kept:
+            self._display.update(row)
+        self._display.start()
+
+    def __enter__(self) -> MetricsLogger:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Gives the terminal back and closes the files, also after Ctrl-C."""
+        self.close()
+
+    def log(
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Writes one line, and the same values to TensorBoard and the display.
+
+        Args:
+            step: learner version; must grow from call to call.
+            values: numbers (Python's, numpy's, 0-d arrays) and lists of counts by name.
+            histograms: samples by name; they go to TensorBoard only.
+
+        Raises:
+            ValueError: the step is already logged, or a name is reserved.
+            TypeError: a value is neither a number nor a list of numbers; the message names it.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} comes after step {self._last_step}, already logged")
+        row: dict[str, Any] = {"step": step, "time": round(time.monotonic() - self._start, 3)}
+        for name, value in values.items():
+            if name in ("step", "time"):
+                raise ValueError(f"the metric name {name!r} is reserved")
+            row[name] = _plain(name, value)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last_step = step
+        self._write_tensorboard(row, histograms or {})
+        self._display.update(row)
+        self._display.show(force="eval/em" in row)
+
+    def status(self, text: str) -> None:
+        """Says what the run is doing or waiting for until the next call."""
+        self._display.say(text)
+
+    def episode(self, step: int, text: str, **facts: Any) -> None:
+        """Appends a sampled episode to episodes.txt, unless the file has reached its limit.
+
+        Args:
+            step: learner version that the episode is reported at.
+            text: prompt, sampled text and observations as the policy saw them.
+            facts: what stands in the heading, such as prompt, reward and status.
+        """
+        path = self.run_dir / EPISODES_FILE
+        size = path.stat().st_size if path.exists() else 0
+        if size >= self._episodes_bytes:
+            return
+        heading = " | ".join(f"{key} {value}" for key, value in {"update": step, **facts}.items())
+        # A policy can sample escape sequences, which would act on the terminal of the reader.
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        entry = f"==== {heading} ====\n{shown}\n\n"
+        if size + len(entry.encode()) >= self._episodes_bytes:
+            entry += f"(this file has reached {self._episodes_bytes} bytes and ends here)\n"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(entry)
+
+    def close(self) -> None:
+        """Ends the display and closes all files; may be called twice."""
+        self._display.stop()
+        self._file.close()
+        self._tensorboard.close()
+
+    def _write_tensorboard(
+        self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray]
+    ) -> None:
+        step = row["step"]
+        for name, value in row.items():
+            if name in ("step", "time") or value is None:
+                continue
+            if not isinstance(value, list):
+                self._tensorboard.add_scalar(name, value, step)
+            elif any(value):
+                counts, bins = np.asarray(value, np.float64), np.arange(len(value))
+                self._tensorboard.add_histogram_raw(
+                    name,
+                    min=float(np.flatnonzero(counts)[0]),
+                    max=float(np.flatnonzero(counts)[-1]),
+                    num=float(counts.sum()),
+                    sum=float(counts @ bins),
+                    sum_squares=float(counts @ bins**2),
+                    bucket_limits=(bins + 0.5).tolist(),
+                    bucket_counts=counts.tolist(),
+                    global_step=step,
+                )
+        for name, samples in histograms.items():
+            finite = np.asarray(samples, np.float64).ravel()
+            finite = finite[np.isfinite(finite)]
+            if finite.size:
+                self._tensorboard.add_histogram(name, finite, step, bins="auto")
+
+
+def _prepare(path: pathlib.Path, resume_step: int | None) -> list[dict[str, Any]]:
+    """Drops the lines after the resumed step from the file, and returns the lines that stay."""
+    rows = read_metrics(path.parent, path.name)
+    if resume_step is None:
+        if rows:
+            raise FileExistsError(f"{path} holds another run: resume it or choose another run_dir")
+        return []
+    kept = [row for row in rows if row["step"] <= resume_step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
+    return kept
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A float, or a list of numbers, as JSON can hold it: None for what is not finite."""
+    array = np.asarray(value)
+    if array.ndim > 1 or array.dtype.kind not in "biuf":
+        raise TypeError(f"metric {name}: expected a number or a list of numbers, got {value!r}")
+    if array.ndim == 1:
+        return [item if math.isfinite(item) else None for item in array.tolist()]
+    number = float(array)
+    return number if math.isfinite(number) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class _Display:
+    """The progress of a run, on a terminal or as plain lines. Its failures never reach the run."""
+
+    def __init__(self, stream: TextIO, total: int | None, enabled: bool, seconds: float):
+        self._status, self._since = "", time.monotonic()
+        self._stream, self._total, self._seconds = stream, total, seconds
+        self._enabled = enabled
+        self._row: dict[str, Any] = {}
+        self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=20)
+        self._shown = -math.inf
+        self._live: rich.live.Live | None = None
+
+    def start(self) -> None:
+        console = rich.console.Console(file=self._stream)
+        if not (self._enabled and console.is_terminal):
+            return
+        self._live = rich.live.Live(
+            get_renderable=self._picture,
+            console=console,
+            refresh_per_second=2,
+            # What the program prints belongs above the display only if both share the terminal.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def say(self, status: str) -> None:
+        self._status, self._since = status, time.monotonic()
+        self.show()
+
+    def stop(self) -> None:
+        self._status = ""
+        if self._live is not None:
+            live, self._live = self._live, None
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+        else:
+            self.show(force=True)
+        self._enabled = False
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._row |= row
+        self._recent.append(dict(row))
+
+    def show(self, force: bool = False) -> None:
+        """Prints a plain line if one is due. A terminal is redrawn by its own thread."""
+        now = time.monotonic()
+        due = force or now - self._shown >= self._seconds
+        if not self._enabled or self._live is not None or not due or not self._row:
+            return
+        text = " | ".join([self._position(), *self._groups(), self._status]).removesuffix(" | ")
+        self._shown = now
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            # The reader has gone, as in `run.py | head`: the run itself goes on.
+            self._enabled = False
+
+    def _position(self) -> str:
+        step = self._row.get("step", 0)
+        if self._total is None:
+            return f"update {step}"
+        left = self._seconds_left()
+        return f"update {step}/{self._total}" + ("" if left is None else f" | {_clock(left)} left")
+
+    def _seconds_left(self) -> float | None:
+        if self._total is None or len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        pace = (last["time"] - first["time"]) / max(last["step"] - first["step"], 1)
+        return pace * max(self._total - last["step"], 0)
+
+    def _mean(self, name: str) -> float | None:
+        """Mean over the recent updates: a single batch says little."""
+        values = [row[name] for row in self._recent if row.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    def _groups(self) -> list[str]:
+        """The figures in words, grouped by subject; what is not known yet is left out."""
+
+        def join(*parts: tuple[str, float | None, str]) -> str:
+            known = (f"{word} {value:{form}}" for word, value, form in parts if value is not None)
+            return "  ".join(known)
+
+        row, mean = self._row, self._mean
+        held_out = join(("held-out EM", row.get("eval/em"), ".1%"))
+        if held_out and row.get("eval/em_low") is not None:
+            held_out += f" [{row['eval/em_low']:.1%}, {row['eval/em_high']:.1%}]"
+        update, wait = mean("learner/seconds"), mean("learner/wait_seconds")
+        waiting = None if update is None or wait is None else wait / max(update + wait, 1e-9)
+        groups = (
+            join(
+                ("reward", mean("reward/mean"), ".2f"),
+                ("EM", mean("reward/em"), ".1%"),
+                ("searches", mean("task/searches"), ".1f"),
+            ),
+            held_out,
+            join(("lag", row.get("lag/mean"), ".1f"), ("max", row.get("lag/max"), ".0f")),
+            join(("tokens/s", mean("rollout/tokens_per_second"), ",.0f")),
+            join(
+                ("learner waits", waiting, ".0%"),
+                ("generator busy", mean("rollout/busy_fraction"), ".0%"),
+                ("waits for admission", mean("rollout/admission_fraction"), ".0%"),
+            ),
+        )
+        return [group for group in groups if group]
+
+    def _picture(self) -> rich.console.RenderableType:
+        table = rich.table.Table.grid(padding=(0, 1))
+        bar = rich.progress_bar.ProgressBar(
+            total=self._total or 1, completed=self._row.get("step", 0), width=40
+        )
+        head = rich.table.Table.grid(padding=(0, 1))
+        head.add_row(bar, rich.text.Text(self._position()))
+        table.add_row(head)
+        for group in self._groups():
+            table.add_row(rich.text.Text(group))
+        if self._status:
+            seconds = time.monotonic() - self._since
+            text = f"now: {self._status}" + (f" ({seconds:.0f} s)" if seconds >= 2 else "")
+            table.add_row(rich.text.Text(text, style="dim"))
+        return table
+
+
+# One color for one thing in every picture.
+_LEARNER, _GENERATOR, _HELD_OUT, _MUTED = "#2a6fbb", "#d9822b", "#2e8b57", "#9aa0a6"
+_STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "savefig.dpi": 150,
+}
+_UPDATES = "learner updates"
+# Where the learner's time goes: metric, words, color.
+_LEARNER_PARTS = (
+    ("learner/seconds", "updating", _LEARNER),
+    ("learner/wait_seconds", "waiting for rollouts", _GENERATOR),
+    ("learner/publish_seconds", "publishing weights", "#7e57c2"),
+    ("learner/eval_seconds", "evaluating", _HELD_OUT),
+    ("learner/checkpoint_seconds", "checkpoint", "#8d6e63"),
+)
+
+
+class _Run:
+    """The logged numbers of a run, as series."""
+
+    def __init__(self, run_dir: pathlib.Path):
+        self.rows = read_metrics(run_dir)
+        if not self.rows:
+            raise FileNotFoundError(f"{run_dir / METRICS_FILE} holds no updates: nothing to report")
+        config = run_dir / CONFIG_FILE
+        self.config = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+        command = run_dir / COMMAND_FILE
+        self.command = command.read_text(encoding="utf-8").strip() if command.exists() else None
+        held_out = {row["step"]: row for row in self.rows if row.get("eval/em") is not None}
+        for row in read_metrics(run_dir, EVALUATIONS_FILE):
+            if row.get("eval/em") is not None:
+                held_out[row["step"]] = row
+        self.held_out = [held_out[step] for step in sorted(held_out)]
+        self.first, self.last = self.rows[0]["step"], self.rows[-1]["step"]
+        self.bound = self.config.get("staleness")
+        # The lag cannot reach its bound before that many updates.
+        self.warm = max((self.first + self.last) // 2, 1)
+        if self.bound is not None and self.bound < self.last:
+            self.warm = max(self.bound, 1)
+
+    def series(self, *names: str, warm: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of the first of the names that was logged, finite values only."""
+        for name in names:
+            pairs = [
+                (row["step"], row[name])
+                for row in self.rows
+                if row.get(name) is not None and (not warm or row["step"] >= self.warm)
+            ]
+            if pairs:
+                steps, values = zip(*pairs, strict=True)
+                return np.asarray(steps), np.asarray(values, np.float64)
+        return np.zeros(0, int), np.zeros(0)
+
+    def counts(self, name: str) -> np.ndarray:
+        """Sum of the histograms after warm-up."""
+        lists = [row[name] for row in self.rows if row.get(name) and row["step"] >= self.warm]
+        total = np.zeros(max(map(len, lists), default=0), np.int64)
+        for counts in lists:
+            total[: len(counts)] += np.asarray(counts, np.int64)
+        return total
+
+    def learner_shares(self) -> list[tuple[str, str, float]]:
+        """(what, color, share of the time after warm-up) of the learner; [] without timings."""
+        rows = [row for row in self.rows if row["step"] >= self.warm]
+        elapsed = rows[-1]["time"] - rows[0]["time"] if rows else 0.0
+        if elapsed <= 0 or not any("learner/seconds" in row for row in rows):
+            return []
+        spent = [
+            (label, color, sum(row.get(name) or 0.0 for row in rows[1:]))
+            for name, label, color in _LEARNER_PARTS
+        ]
+        rest = elapsed - sum(seconds for _, _, seconds in spent)
+        spent.append(("other", _MUTED, max(rest, 0.0)))
+        total = sum(seconds for _, _, seconds in spent)
+        return [(label, color, seconds / total) for label, color, seconds in spent if seconds > 0]
+
+    def generator_shares(self) -> list[tuple[str, str, float]]:
+        """(what, color, share of the time after warm-up) of the generator; [] without timings."""
+        busy = self.series("rollout/busy_fraction", warm=True)[1]
+        if not busy.size:
+            return []
+        waits = self.series("rollout/admission_fraction", warm=True)[1]
+        parts = [("sampling", _GENERATOR, float(busy.mean()))]
+        if waits.size:
+            parts.append(("waiting for admission", _LEARNER, float(waits.mean())))
+        rest = 1.0 - sum(share for _, _, share in parts)
+        return [*parts, ("other", _MUTED, rest)] if rest > 0.005 else parts
+
+
+def report(run_dir: str | pathlib.Path) -> pathlib.Path:
+    """Draws curves.png, lag.png and time.png into the run directory and writes report.md.
+
+    Reads metrics.jsonl and, where they exist, evaluations.jsonl, config.json (the resolved
+    configuration) and command.txt. What was not logged is left out of the pictures and named in the
+    text.
+
+    Returns:
+        The path of report.md.
+
+    Raises:
+        FileNotFoundError: no update was logged.
+        ValueError: a line of the metrics cannot be read.
+    """
+    # matplotlib takes a second to import, which a training run should not pay at its start.
+    import matplotlib
+
+    run_dir = pathlib.Path(run_dir)
+    run = _Run(run_dir)
+    pictures = []
+    drawings = {"curves.png": _draw_curves, "lag.png": _draw_lag, "time.png": _draw_time}
+    with matplotlib.rc_context(_STYLE):
+        for name, draw in drawings.items():
+            figure = draw(run)
+            if figure is not None:
+                figure.savefig(run_dir / name, bbox_inches="tight", facecolor="white")
+                pictures.append(name)
+    path = run_dir / "report.md"
+    path.write_text(_words(run, pictures), encoding="utf-8")
+    return path
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centered running mean over about a twentieth of the run, shorter at the ends."""
+    half = values.size // 40
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(values.size)
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, values.size)
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def _line(axes: Any, series: tuple[np.ndarray, np.ndarray], color: str, label: str = "") -> None:
+    """The single updates, faint, under their running mean."""
+    steps, values = series
+    if not steps.size:
+        return
+    axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, _smooth(values), color=color, linewidth=1.8, label=label or None)
+
+
+def _percent(axes: Any) -> None:
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+
+
+def _draw_held_out(axes: Any, run: _Run) -> bool:
+    rows = run.held_out
+    if not rows:
+        return False
+    steps = [row["step"] for row in rows]
+    em = np.asarray([row["eval/em"] for row in rows])
+    low = np.asarray([row.get("eval/em_low") or row["eval/em"] for row in rows])
+    high = np.asarray([row.get("eval/em_high") or row["eval/em"] for row in rows])
+    axes.errorbar(
+        steps, em, (em - low, high - em), color=_HELD_OUT, marker="o", markersize=4, capsize=3
+    )
+    for index in {0, len(rows) - 1}:
+        side, gap = ("left", 5) if index == 0 and len(rows) > 1 else ("right", -5)
+        axes.annotate(
+            f"{em[index]:.1%}",
+            (steps[index], high[index]),
+            xytext=(gap if side == "left" else 0, 5),
+            textcoords="offset points",
+            ha=side,
+            color=_HELD_OUT,
+        )
+    axes.margins(y=0.2)
+    axes.set_title("Held-out exact match, greedy, 95% interval")
+    _percent(axes)
+    return True
+
+
+def _draw_reward(axes: Any, run: _Run) -> bool:
+    reward, em = run.series("reward/mean"), run.series("reward/em")
+    _line(axes, reward, _LEARNER, "reward")
+    _line(axes, em, _HELD_OUT, "exact match")
+    axes.set_title("Training batch: mean reward, exact match")
+    axes.set_ylim(bottom=0 if min(reward[1].min(initial=0), em[1].min(initial=0)) >= 0 else None)
+    if reward[0].size and em[0].size:
+        axes.legend(loc="upper left", ncols=2)
+    return bool(reward[0].size or em[0].size)
+
+
+def _draw_lag_by_update(axes: Any, run: _Run) -> bool:
+    shades = (("lag/max", "max", "#9dc0e6"), ("lag/mean", "mean", _LEARNER))
+    for name, label, color in (*shades, ("lag/p50", "median", "#123f73")):
+        steps, values = run.series(name)
+        axes.plot(steps, values, color=color, linewidth=1.5, label=label)
+    if run.bound is not None:
+        axes.axhline(run.bound, color=_MUTED, linestyle="--", linewidth=1, label="bound")
+    axes.set_title("Lag of the trained tokens (updates)")
+    axes.legend(loc="lower right", ncols=2)
+    axes.set_ylim(bottom=0)
+    return bool(run.series("lag/mean", "lag/max")[0].size)
+
+
+def _simple(title: str, color: str, *names: str, percent: bool = False) -> Any:
+    """A panel of one series."""
+
+    def draw(axes: Any, run: _Run) -> bool:
+        series = run.series(*names)
+        _line(axes, series, color)
+        axes.set_title(title)
+        if percent:
+            _percent(axes)
+        return bool(series[0].size)
+
+    return draw
+
+
+_PANELS = (
+    _draw_held_out,
+    _draw_reward,
+    _simple("Searches an episode", _GENERATOR, "task/searches"),
+    _simple(
+        "Tokens kept by the policy mask", _LEARNER, "coupling/mask_kept", "actor/kept", percent=True
+    ),
+    _simple("Explained variance of the critic", _LEARNER, "coupling/explained_variance"),
+    _simple("KL(behavior, policy), k3 (nats a token)", _LEARNER, "coupling/kl_k3", "actor/kl"),
+    _draw_lag_by_update,
+    _simple("Tokens sampled a second", _GENERATOR, "rollout/tokens_per_second"),
+)
+
+
+def _draw_curves(run: _Run) -> Any:
+    """All curves that have data, two in a row."""
+    from matplotlib.figure import Figure
+
+    scratch = Figure()
+    panels = [draw for draw in _PANELS if draw(scratch.add_subplot(), run)]
+    if not panels:
+        return None
+    rows = math.ceil(len(panels) / 2)
+    figure = Figure(figsize=(9.0, 2.35 * rows), layout="constrained")
+    for index, draw in enumerate(panels):
+        axes = figure.add_subplot(rows, 2, index + 1)
+        draw(axes, run)
+        axes.set_xlim(left=0)
+        if index >= len(panels) - 2:
+            axes.set_xlabel(_UPDATES)
+    return figure
+
+
+def _draw_lag(run: _Run) -> Any:
+    """Realized lag after warm-up, of tokens and of trajectories."""
+    from matplotlib.figure import Figure
+
+    histograms = (
+        ("lag/histogram", "tokens", "Sampled tokens", _LEARNER),
+        (
+            "lag/trajectory_histogram",
+            "trajectories",
+            "Trajectories, by their oldest token",
+            "#7e57c2",
+        ),
+    )
+    present = [entry for entry in histograms if run.counts(entry[0]).sum()]
+    if not present:
+        return None
+    figure = Figure(figsize=(9.0, 3.0), layout="constrained")
+    for index, (name, unit, title, color) in enumerate(present):
+        counts = run.counts(name)
+        axes = figure.add_subplot(1, len(present), index + 1)
+        axes.bar(np.arange(counts.size), counts / counts.sum(), width=0.9, color=color)
+        marks = [(_median(counts), "median", "#333333", "-")]
+        if run.bound is not None:
+            marks.append((run.bound, "bound", _MUTED, "--"))
+        for value, label, shade, style in marks:
+            axes.axvline(
+                value, color=shade, linestyle=style, linewidth=1.2, label=f"{label} {value}"
+            )
+        axes.set_title(title)
+        axes.set_xlabel("lag (learner updates)")
+        axes.set_ylabel(f"share of {unit}")
+        _percent(axes)
+        axes.margins(y=0.25)
+        axes.legend(loc="upper left", ncols=2)
+    return figure
+
+
+def _draw_time(run: _Run) -> Any:
+    """Who waits for whom: shares after warm-up, and by update."""
+    from matplotlib.figure import Figure
+
+    sides = [("learner", run.learner_shares()), ("generator", run.generator_shares())]
+    sides = [(name, shares) for name, shares in sides if shares]
+    if not sides:
+        return None
+    figure = Figure(figsize=(9.0, 4.4), layout="constrained")
+    bars, curves = figure.subplots(2, 1, height_ratios=(1.0, 1.5))
+    for row, (_, shares) in enumerate(sides):
+        left = 0.0
+        for label, color, share in shares:
+            bars.barh(row, share, left=left, color=color, height=0.55)
+            # A narrow part has no room for words: its share stands in report.md.
+            if share > 0.16:
+                middle = left + share / 2
+                bars.text(
+                    middle, row, f"{label} {share:.0%}", color="white", ha="center", va="center"
+                )
+            left += share
+    bars.set_yticks(range(len(sides)), [name for name, _ in sides])
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1)
+    bars.grid(visible=False)
+    bars.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    bars.set_title(f"Share of the time from update {run.warm} on")
+    steps, update = run.series("learner/seconds")
+    waited = run.series("learner/wait_seconds")
+    if steps.size and np.array_equal(steps, waited[0]):
+        busy = update / np.maximum(update + waited[1], 1e-9)
+        _line(curves, (steps, busy), _LEARNER, "learner: updating, not waiting for rollouts")
+    _line(curves, run.series("rollout/busy_fraction"), _GENERATOR, "generator: sampling")
+    curves.axhline(0.8, color=_MUTED, linestyle="--", linewidth=1)
+    curves.set_ylim(0, 1.02)
+    curves.set_xlim(left=0)
+    curves.set_title("Busy share by update")
+    curves.set_xlabel(_UPDATES)
+    _percent(curves)
+    curves.legend(loc="lower right")
+    return figure
+
+
+def _words(run: _Run, pictures: Sequence[str]) -> str:
+    """The text of report.md."""
+    config = run.config
+    name = [str(config[key]) for key in ("task", "method") if key in config]
+    name += [f"{key} {config[key]}" for key in ("staleness", "seed") if key in config]
+    lines = [f"# Run: {', '.join(name) or 'unknown configuration'}", ""]
+    if run.command:
+        lines += ["````sh", run.command, "````", ""]
+    lines += [f"- {sentence}" for sentence in _findings(run)]
+    lines += ["", *(f"![{picture}]({picture})" for picture in pictures), ""]
+    missing = _missing(run)
+    if missing:
+        lines += ["## What this report cannot say", "", *(f"- {item}" for item in missing), ""]
+    if config:
+        lines += [
+            "## Resolved configuration",
+            "",
+            "````json",
+            json.dumps(config, indent=2),
+            "````",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    """Means over the first and the last tenth."""
+    tenth = max(values.size // 10, 1)
+    return float(values[:tenth].mean()), float(values[-tenth:].mean())
+
+
+def _findings(run: _Run) -> list[str]:
+    """The main figures in words."""
+    duration = _clock(run.rows[-1]["time"])
+    found = [f"{run.last} learner updates in {duration} (h:mm:ss or m:ss)."]
+
+    def score(row: Mapping[str, Any]) -> str:
+        text = f"{row['eval/em']:.1%}"
+        if row.get("eval/em_low") is not None:
+            text += f" (95% interval {row['eval/em_low']:.1%} to {row['eval/em_high']:.1%})"
+        return text
+
+    if len(run.held_out) > 1:
+        before, after = run.held_out[0], run.held_out[-1]
+        gain = 100 * (after["eval/em"] - before["eval/em"])
+        questions = f" over {after['eval/count']:.0f} questions" if "eval/count" in after else ""
+        found.append(
+            f"Held-out exact match{questions}: {score(before)} at update {before['step']}, "
+            f"{score(after)} at update {after['step']}: {gain:+.1f} points. The intervals are of "
+            f"the questions; how much another seed would differ needs runs with other seeds."
+        )
+    for label, key, form in (
+        ("Mean reward of the training batch", "reward/mean", ".2f"),
+        ("Exact match of the training batch", "reward/em", ".1%"),
+        ("Searches an episode", "task/searches", ".2f"),
+    ):
+        values = run.series(key)[1]
+        if values.size > 1:
+            first, last = _ends(values)
+            found.append(f"{label}: {first:{form}} in the first tenth, {last:{form}} in the last.")
+    tokens, heads = run.counts("lag/histogram"), run.counts("lag/trajectory_histogram")
+    for counts, unit in ((tokens, "sampled tokens"), (heads, "trajectories (oldest token)")):
+        if counts.sum():
+            mean = np.average(np.arange(counts.size), weights=counts)
+            found.append(
+                f"Lag of {unit} from update {run.warm} on: median {_median(counts)}, "
+                f"mean {mean:.1f}, maximum {np.flatnonzero(counts)[-1]} updates."
+            )
+    for who, shares in (("learner", run.learner_shares()), ("generator", run.generator_shares())):
+        if shares:
+            parts = ", ".join(f"{label} {share:.0%}" for label, _, share in shares)
+            found.append(f"Time of the {who} from update {run.warm} on: {parts}.")
+    speed = run.series("rollout/tokens_per_second", warm=True)[1]
+    if speed.size:
+        found.append(f"Sampled tokens a second from update {run.warm} on: {speed.mean():,.0f}.")
+    return found
+
+
+def _missing(run: _Run) -> list[str]:
+    """What a reader would look for and not find."""
+    missing = []
+    if len(run.held_out) < 2:
+        number = "one evaluation" if run.held_out else "no evaluation"
+        missing.append(f"Held-out exact match before and after: {number} was logged.")
+    planned = run.config.get("updates")
+    if isinstance(planned, int) and run.last < planned:
+        missing.append(f"The run stopped early: {run.last} of {planned} updates.")
+    if run.bound is not None and run.bound >= run.last:
+        missing.append(
+            f"The run is shorter than its staleness bound of {run.bound}: the lag still warms up, "
+            f"and its second half stands for the time after warm-up."
+        )
+    for text, names in (
+        ("training reward", ("reward/mean",)),
+        ("lag histogram", ("lag/histogram",)),
+        ("time of the learner", ("learner/seconds",)),
+        ("time of the generator", ("rollout/busy_fraction",)),
+    ):
+        if not any(row.get(name) for row in run.rows for name in names):
+            missing.append(f"Not logged: {text}.")
+    for name, what in ((CONFIG_FILE, run.config), (COMMAND_FILE, run.command)):
+        if not what:
+            missing.append(f"{name} is not in the run directory.")
+    broken = collections.Counter(
+        name for row in run.rows for name, value in row.items() if value is None
+    )
+    missing += [f"{name} was not finite at {count} updates." for name, count in broken.items()]
+    return missing
