@@ -27,6 +27,7 @@ changed; `kept`, tokens with a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -35,6 +36,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from copc_jax.returns import (
     LOG_RATIO_LIMIT,
+    finite_logprob,
     importance_ratio,
     log_importance_ratio,
     ratio_interval,
@@ -329,6 +331,522 @@ def ppo_actor_loss(
         segment_ids=segment_ids,
         clip_low=below,
         clip_high=above,
+        kept=kept,
+    )
+
+
+def _decoupled_actor_loss(
+    policy_logprob: Array,
+    proximal_logprob: Array,
+    behavior_logprob: Array,
+    advantage: Array,
+    is_action: Array,
+    weigh: Callable[[Array], Array],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    reduce: Reduce,
+    segment_ids: Array | None,
+) -> tuple[Array, Metrics]:
+    """Clip policy against proximal, and weight by a function of proximal over behavior."""
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    proximal_ratio = jnp.exp(
+        log_importance_ratio(policy_logprob, jax.lax.stop_gradient(proximal_logprob), is_action)
+    )
+    behavior_ratio = jax.lax.stop_gradient(
+        jnp.exp(log_importance_ratio(proximal_logprob, behavior_logprob, is_action))
+    )
+    weight = weigh(behavior_ratio)
+    objective, below, above, kept = _clipped_objective(
+        proximal_ratio, advantage, clip_low, clip_high, dual_clip
+    )
+    return _finish_actor(
+        weight * objective,
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=kept & (weight > 0),
+        behavior_weight=weight,
+        behavior_clipped=weight != behavior_ratio,
+    )
+
+
+def decoupled_ppo_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    proximal_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    behavior_cap: float = 5.0,
+    dual_clip: float | None = None,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Clip the policy against a recent proximal policy and weight by proximal over behavior.
+
+        loss = -reduce( 1[w <= behavior_cap] * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        )
+
+    with `w = proximal / mu` and `r = pi / proximal`. Tokens above the cap are dropped, not
+    truncated, and stay in the denominator. With one update a batch r is 1 and nothing is clipped.
+    Further metrics: `behavior_weight`, and `behavior_clipped`, tokens above the cap.
+
+    Source: AReaL (arXiv 2505.24298).
+    """
+    return _decoupled_actor_loss(
+        policy_logprob,
+        proximal_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        lambda ratio: jnp.where(ratio > behavior_cap, 0.0, ratio),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        reduce=reduce,
+        segment_ids=segment_ids,
+    )
+
+
+def tis_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    proximal_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    weight_max: float = 2.0,
+    dual_clip: float | None = None,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Weight the clipped objective by the truncated ratio of proximal over behavior.
+
+        loss = -reduce( min(w, weight_max) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) )
+
+    with `w = proximal / mu` and `r = pi / proximal`. Further metrics as in
+    `decoupled_ppo_actor_loss`.
+
+    Source: truncated importance sampling, Yao et al., 2025 (fengyao.notion.site/off-policy-rl).
+    """
+    return _decoupled_actor_loss(
+        policy_logprob,
+        proximal_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        lambda ratio: jnp.minimum(ratio, weight_max),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        reduce=reduce,
+        segment_ids=segment_ids,
+    )
+
+
+def icepop_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    proximal_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    weight_min: float = 0.5,
+    weight_max: float = 2.0,
+    dual_clip: float | None = None,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Weight the clipped objective by proximal over behavior and drop tokens far from 1.
+
+        loss = -reduce( 1[weight_min <= w <= weight_max] * w
+                        * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) )
+
+    with `w = proximal / mu` and `r = pi / proximal`. Further metrics as in
+    `decoupled_ppo_actor_loss`.
+
+    Source: IcePop (ringtech, 2025), bounds as reported for GLM-5.
+    """
+    return _decoupled_actor_loss(
+        policy_logprob,
+        proximal_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        lambda ratio: jnp.where((ratio < weight_min) | (ratio > weight_max), 0.0, ratio),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        reduce=reduce,
+        segment_ids=segment_ids,
+    )
+
+
+def _policy_gradient_loss(
+    weight: Array,
+    policy_logprob: Array,
+    behavior_logprob: Array,
+    advantage: Array,
+    is_action: Array,
+    *,
+    reduce: Reduce,
+    segment_ids: Array | None,
+    clip_low: Array,
+    clip_high: Array,
+    kept: Array,
+    **more: Array,
+) -> tuple[Array, Metrics]:
+    """Return `-reduce( sg(weight) * A * log pi )`: the gradient of each token is `weight * A`."""
+    weight, advantage = _fixed(is_action, weight=weight, advantage=advantage)
+    return _finish_actor(
+        weight * advantage * finite_logprob(policy_logprob, is_action),
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kept=kept,
+        **more,
+    )
+
+
+def reinforce_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Follow the policy gradient without any correction.
+
+        loss = -reduce( A * log pi )
+
+    `behavior_logprob` only enters the metrics.
+
+    Source: Williams, 1992.
+    """
+    none = jnp.zeros_like(is_action)
+    return _policy_gradient_loss(
+        jnp.ones(jnp.shape(is_action), jnp.float32),
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=none,
+        clip_high=none,
+        kept=~none,
+    )
+
+
+def vtrace_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Follow V-trace's policy gradient, whose advantages hold their truncated ratio already.
+
+        loss = -reduce( A * log pi ),   A from returns.vtrace
+
+    `behavior_logprob` only enters the metrics. The advantages are not to be whitened.
+
+    Source: Espeholt et al., 2018 (arXiv 1802.01561); COPC appendix C.2.1.
+    """
+    return reinforce_actor_loss(
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+    )
+
+
+def sao_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Follow the policy gradient weighted by ratios inside an interval, and drop the rest.
+
+        loss = -reduce( sg(f(r)) * A * log pi ),   f(r) = r if low < r < high else 0
+
+    with `r = pi / mu`, `low = 1 - clip_low` and `high = 1 + clip_high`. The interval is open;
+    otherwise the gradient is that of `copc_actor_loss`.
+
+    Source: SAO (arXiv 2607.07508). The stop-gradient is inferred: without it the gradient would
+    gain a factor `1 + log pi`. The bounds that COPC's runs of SAO used are not public.
+    """
+    ratio = jnp.exp(log_importance_ratio(policy_logprob, behavior_logprob, is_action))
+    below, above = ratio <= 1.0 - clip_low, ratio >= 1.0 + clip_high
+    dropped = below | above
+    return _policy_gradient_loss(
+        jnp.where(dropped, 0.0, ratio),
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=~dropped,
+    )
+
+
+def cispo_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.2,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Follow the policy gradient of every token, weighted by a truncated ratio.
+
+        loss = -reduce( sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log pi ),   r = pi / mu
+
+    `clip_low = 1` leaves small ratios alone, as the method does.
+
+    Source: CISPO (arXiv 2506.13585).
+    """
+    ratio = jnp.exp(log_importance_ratio(policy_logprob, behavior_logprob, is_action))
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    return _policy_gradient_loss(
+        jnp.clip(ratio, low, high),
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=ratio < low,
+        clip_high=ratio > high,
+        kept=jnp.ones_like(is_action),
+    )
+
+
+def response_log_ratio(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    mean: bool,
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> Float[Array, "*batch time"]:
+    """Give every action token the log-ratio of its whole response, 0 off action tokens.
+
+    `mean=False` sums the log-ratios of the action tokens (the ratio of the responses'
+    probabilities), within +-`returns.LOG_RATIO_LIMIT`; `mean=True` averages them (the geometric
+    mean of the ratios). Only action tokens count in the length.
+    """
+    log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
+    total = _response_sum(log_ratio, is_action, segment_ids)
+    if mean:
+        ones = jnp.ones_like(log_ratio)
+        total = total / jnp.maximum(_response_sum(ones, is_action, segment_ids), 1.0)
+    (total,) = select_actions(is_action, total=total)
+    return jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def gspo_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    reduce: Reduce = "response",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Clip one ratio a response, the geometric mean of its tokens' ratios.
+
+        s_t  = sg(s) * pi_t / sg(pi_t),   s = exp(mean over the response of log(pi / mu))
+        loss = -reduce( min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A) )
+
+    The token form of the method: each token's gradient is `s * A_t`, for advantages that may
+    differ by token.
+
+    Source: GSPO (arXiv 2507.18071).
+    """
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    log_ratio = jax.lax.stop_gradient(
+        response_log_ratio(
+            policy_logprob, behavior_logprob, is_action, mean=True, segment_ids=segment_ids
+        )
+    )
+    policy = finite_logprob(policy_logprob, is_action)
+    ratio = jnp.exp(log_ratio + policy - jax.lax.stop_gradient(policy))
+    objective, below, above, kept = _clipped_objective(ratio, advantage, clip_low, clip_high, None)
+    return _finish_actor(
+        objective,
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=kept,
+    )
+
+
+def vcpo_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    weight_max: float = 8.0,
+    reduce: Reduce = "response",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Follow the policy gradient weighted by the truncated ratio of whole responses.
+
+        loss = -reduce( sg(min(w, weight_max)) * A * log pi )
+
+    with w the product of `pi / mu` over the action tokens of the response. Further metrics, per
+    response and before the truncation: `response_weight` and `response_weight_square`, from which
+    `effective_sample_share` is formed.
+
+    Source: VCPO (arXiv 2602.17616).
+    """
+    weight = jax.lax.stop_gradient(
+        jnp.exp(
+            response_log_ratio(
+                policy_logprob, behavior_logprob, is_action, mean=False, segment_ids=segment_ids
+            )
+        )
+    )
+    loss, metrics = _policy_gradient_loss(
+        jnp.minimum(weight, weight_max),
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=jnp.zeros_like(is_action),
+        clip_high=weight > weight_max,
+        kept=jnp.ones_like(is_action),
+    )
+    metrics["response_weight"] = _reduction(weight, is_action, "response", segment_ids)
+    metrics["response_weight_square"] = _reduction(
+        jnp.square(weight), is_action, "response", segment_ids
+    )
+    return loss, metrics
+
+
+def effective_sample_share(
+    weight: tuple[Array, Array], weight_square: tuple[Array, Array]
+) -> Float[Array, ""]:
+    """Return the effective sample size of weighted samples over their number, in [0, 1].
+
+        (sum w)**2 / (n * sum w**2)
+
+    from the (sum, count) pairs of the weights and of their squares; 1 for equal weights, 0 without
+    samples.
+    """
+    total, count = weight
+    return jnp.square(total) / jnp.maximum(count * weight_square[0], jnp.finfo(jnp.float32).tiny)
+
+
+def second_moment_mask(
+    log_ratio: Float[Array, "*batch time"],
+    candidate: Bool[Array, "*batch time"],
+    *,
+    threshold: float = 0.04,
+) -> Bool[Array, "*batch time"]:
+    """Drop the largest squared log-ratios until the mean of the remaining ones is small enough.
+
+    Only `candidate` tokens count and can be dropped; the rest is True. Tokens of exactly the
+    smallest dropped square are dropped together, so the result does not depend on the order of
+    rows. The tokens of the whole call are ranked: micro-batches would each have a cut of their own.
+    """
+    (square,) = select_actions(candidate, square=jnp.square(log_ratio))
+    ranked = jnp.sort(jnp.where(candidate, square, jnp.inf).ravel())
+    # The mean of the n smallest grows with n, so the kept ones are a prefix of the ranking.
+    means = jnp.cumsum(ranked) / jnp.arange(1, ranked.size + 1, dtype=jnp.float32)
+    fits = means <= threshold
+    first_dropped = jnp.where(fits, jnp.inf, ranked).min(initial=jnp.inf)
+    # Not `square < first_dropped`: NaN must pass, a mask would hide that a model has diverged.
+    return ~candidate | ~(square >= first_dropped)
+
+
+def m2po_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    threshold: float = 0.04,
+    harmful_only: bool = False,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Weight by the ratio and drop the tokens that make its second moment too large.
+
+        loss = -reduce( sg(M) * r * A ),   r = pi / mu,   M = second_moment_mask(log r)
+
+    Args:
+        policy_logprob: see the module.
+        behavior_logprob: see the module.
+        advantage: see the module.
+        is_action: see the module.
+        threshold: largest mean of `(log r)**2` over the tokens kept, in square nats.
+        harmful_only: only tokens that the update moves further away (A > 0 and r > 1, or A < 0 and
+            r < 1) count and can be dropped, as in the authors' code, which clips where this masks.
+            False ranks all tokens, as AReaL's version does.
+        reduce: see the module.
+        segment_ids: see the module.
+
+    Source: M2PO (arXiv 2510.01161).
+    """
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
+    frozen = jax.lax.stop_gradient(log_ratio)
+    candidate = is_action & (advantage * frozen > 0) if harmful_only else is_action
+    kept = second_moment_mask(frozen, candidate, threshold=threshold)
+    return _finish_actor(
+        jnp.where(kept, jnp.exp(log_ratio), 0.0) * advantage,
+        policy_logprob,
+        behavior_logprob,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=~kept & (frozen < 0),
+        clip_high=~kept & (frozen > 0),
         kept=kept,
     )
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from copc_jax import losses, returns
@@ -50,6 +51,28 @@ class LossConfig:
     """Critic, largest move of a value per batch in units of the return; none is off."""
     behavior_cap: float = 5.0
     """AReaL, proximal-to-behavior ratio above which a token leaves the actor loss."""
+    tis_weight_max: float = 2.0
+    """TIS, bound on the proximal-to-behavior ratio."""
+    icepop_weight_min: float = 0.5
+    """IcePop, proximal-to-behavior ratio below which a token leaves the actor loss."""
+    icepop_weight_max: float = 2.0
+    """IcePop, proximal-to-behavior ratio above which a token leaves the actor loss."""
+    cispo_clip_low: float = 1.0
+    """CISPO, margin below ratio 1 of the weight; 1 leaves small ratios alone."""
+    cispo_clip_high: float = 0.2
+    """CISPO, margin above ratio 1 of the weight."""
+    gspo_clip_low: float = 3e-4
+    """GSPO, margin below 1 of a response's geometric-mean ratio."""
+    gspo_clip_high: float = 4e-4
+    """GSPO, margin above 1 of a response's geometric-mean ratio."""
+    m2po_threshold: float = 0.04
+    """M2PO, largest mean squared log-ratio of the tokens kept, in square nats."""
+    m2po_harmful_only: bool = False
+    """M2PO, drop only tokens that the update moves further from the behavior policy."""
+    vcpo_weight_max: float = 8.0
+    """VCPO, bound on the ratio of a whole response."""
+    vcpo_sample_share: float = 0.55
+    """VCPO, share of effective samples from which the learning rate is whole; 1 for one turn."""
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their range."""
@@ -61,13 +84,27 @@ class LossConfig:
             ("lambda_", 0.0, 1.0),
             ("clip_low", 0.0, 1.0),
             ("clip_high", 0.0, float("inf")),
+            ("icepop_weight_min", 0.0, 1.0),
+            ("icepop_weight_max", 1.0, float("inf")),
+            ("cispo_clip_low", 0.0, 1.0),
+            ("cispo_clip_high", 0.0, float("inf")),
+            ("gspo_clip_low", 0.0, 1.0),
+            ("gspo_clip_high", 0.0, float("inf")),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must be from {low} to {high}, got {value}")
         if not 0.0 < self.gamma <= 1.0:
             raise ValueError(f"gamma must be above 0 and at most 1, got {self.gamma}")
-        for name, low in (("dual_clip", 1.0), ("value_clip", 0.0), ("behavior_cap", 0.0)):
+        for name, low in (
+            ("dual_clip", 1.0),
+            ("value_clip", 0.0),
+            ("behavior_cap", 0.0),
+            ("tis_weight_max", 0.0),
+            ("m2po_threshold", 0.0),
+            ("vcpo_weight_max", 0.0),
+            ("vcpo_sample_share", 0.0),
+        ):
             value = getattr(self, name)
             if value is not None and not value > low:
                 raise ValueError(f"{name} must be above {low}, got {value}")
@@ -219,6 +256,161 @@ def _ppo_loss(config, policy, behavior, proximal, advantage, is_action, **reduct
     )
 
 
+def _vtrace_returns(config, reward, value, discount, ratio, is_action) -> Returns:
+    return returns.vtrace(reward, value, discount, ratio, is_action, lambda_=config.lambda_)
+
+
+def _retrace_returns(config, reward, value, discount, ratio, is_action) -> Returns:
+    return returns.retrace(reward, value, discount, ratio, is_action, lambda_=config.lambda_)
+
+
+def _outcome(config, reward, value, discount, ratio, is_action) -> Returns:
+    """Give every token the group-normalized outcome of its response: no value, no decay."""
+    del config, value, ratio
+    return returns.gae(reward, jnp.zeros_like(reward), discount, is_action, lambda_=1.0)
+
+
+def _decoupled_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    return losses.decoupled_ppo_actor_loss(
+        policy,
+        proximal,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        behavior_cap=config.behavior_cap,
+        dual_clip=config.dual_clip,
+        **reduction,
+    )
+
+
+def _tis_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    return losses.tis_actor_loss(
+        policy,
+        proximal,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        weight_max=config.tis_weight_max,
+        dual_clip=config.dual_clip,
+        **reduction,
+    )
+
+
+def _icepop_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    return losses.icepop_actor_loss(
+        policy,
+        proximal,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        weight_min=config.icepop_weight_min,
+        weight_max=config.icepop_weight_max,
+        dual_clip=config.dual_clip,
+        **reduction,
+    )
+
+
+def _sao_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.sao_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        **reduction,
+    )
+
+
+def _vtrace_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del config, proximal
+    return losses.vtrace_actor_loss(policy, behavior, advantage, is_action, **reduction)
+
+
+def _truncated_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    """Weight the policy gradient by min(1, ratio), which V-trace has in its advantage."""
+    del config, proximal
+    return losses.cispo_actor_loss(
+        policy, behavior, advantage, is_action, clip_low=1.0, clip_high=0.0, **reduction
+    )
+
+
+def _reinforce_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del config, proximal
+    return losses.reinforce_actor_loss(policy, behavior, advantage, is_action, **reduction)
+
+
+def _m2po_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.m2po_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        threshold=config.m2po_threshold,
+        harmful_only=config.m2po_harmful_only,
+        **reduction,
+    )
+
+
+def _vcpo_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.vcpo_actor_loss(
+        policy, behavior, advantage, is_action, weight_max=config.vcpo_weight_max, **reduction
+    )
+
+
+def _vcpo_learning_rate_scale(config, metrics) -> Array:
+    share = losses.effective_sample_share(
+        metrics["actor/response_weight"], metrics["actor/response_weight_square"]
+    )
+    return jnp.sqrt(jnp.minimum(1.0, share / config.vcpo_sample_share))
+
+
+def _gspo_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.gspo_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.gspo_clip_low,
+        clip_high=config.gspo_clip_high,
+        **reduction,
+    )
+
+
+def _cispo_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.cispo_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        clip_low=config.cispo_clip_low,
+        clip_high=config.cispo_clip_high,
+        **reduction,
+    )
+
+
+_TOKEN: Mapping[str, losses.Reduce] = {"search": "token", "math": "token"}
+_RESPONSE: Mapping[str, losses.Reduce] = {"search": "response", "math": "response"}
+
+# Outcomes are normalized within their group, which takes the place of critic and whitening.
+_GROUP: Mapping[str, Any] = {
+    "samples_per_prompt": 2,
+    "group": True,
+    "critic": False,
+    "whiten": False,
+}
+
 _ROWS = (
     Method(
         name="copc",
@@ -238,6 +430,105 @@ _ROWS = (
         paper="PPO with GAE, arXiv 1707.06347",
         returns=_gae,
         loss=_ppo_loss,
+    ),
+    Method(
+        name="dapo",
+        paper="DAPO, arXiv 2503.14476, without overlong shaping",
+        returns=_outcome,
+        loss=_ppo_loss,
+        reduce=_TOKEN,
+        dynamic_sampling=True,
+        **_GROUP,
+    ),
+    Method(
+        name="sao",
+        paper="SAO, arXiv 2607.07508",
+        returns=_gae,
+        loss=_sao_loss,
+        max_samples_per_prompt=1,
+        critic_steps=2,
+    ),
+    Method(
+        name="areal",
+        paper="AReaL's decoupled PPO, arXiv 2505.24298",
+        returns=_gae,
+        loss=_decoupled_loss,
+        minibatches=2,
+        needs_proximal=True,
+        warmup_updates={"search": 25},
+    ),
+    Method(
+        name="vtrace",
+        paper="V-trace, arXiv 1802.01561",
+        returns=_vtrace_returns,
+        loss=_vtrace_loss,
+        value_clip=False,
+        whiten=False,
+    ),
+    Method(
+        name="m2po",
+        paper="M2PO, arXiv 2510.01161",
+        returns=_outcome,
+        loss=_m2po_loss,
+        reduce=_TOKEN,
+        **_GROUP,
+    ),
+    # The paper's baseline weighs rewards by squared gradient norms of whole responses, which take
+    # a backward pass each. This row has the plain mean of the group (that baseline for equal
+    # norms and ratios); `returns.group_advantage` takes the weights from whoever has them.
+    Method(
+        name="vcpo",
+        paper="VCPO, arXiv 2602.17616, with the group's plain mean as baseline",
+        returns=_outcome,
+        loss=_vcpo_loss,
+        reduce=_RESPONSE,
+        learning_rate_scale=_vcpo_learning_rate_scale,
+        **_GROUP,
+    ),
+    # Retrace proper needs a critic of actions; see returns.retrace.
+    Method(
+        name="retrace",
+        paper="Retrace(lambda), arXiv 1606.02647, with a critic of states",
+        returns=_retrace_returns,
+        loss=_truncated_loss,
+        value_clip=False,
+    ),
+    Method(
+        name="gspo",
+        paper="GSPO, arXiv 2507.18071",
+        returns=_outcome,
+        loss=_gspo_loss,
+        reduce=_RESPONSE,
+        **_GROUP,
+    ),
+    Method(
+        name="cispo",
+        paper="CISPO, arXiv 2506.13585",
+        returns=_outcome,
+        loss=_cispo_loss,
+        reduce=_TOKEN,
+        **_GROUP,
+    ),
+    Method(
+        name="tis",
+        paper="truncated importance sampling (fengyao.notion.site/off-policy-rl) on PPO",
+        returns=_gae,
+        loss=_tis_loss,
+        needs_proximal=True,
+    ),
+    Method(
+        name="icepop",
+        paper="IcePop (ringtech) on PPO",
+        returns=_gae,
+        loss=_icepop_loss,
+        needs_proximal=True,
+    ),
+    Method(
+        name="reinforce",
+        paper="REINFORCE (Williams, 1992) with the batch mean as baseline, no correction",
+        returns=_gae,
+        loss=_reinforce_loss,
+        critic=False,
     ),
 )
 

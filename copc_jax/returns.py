@@ -28,6 +28,7 @@ __all__ = [
     "Trace",
     "copc_returns",
     "corrected_returns",
+    "finite_logprob",
     "gae",
     "group_advantage",
     "importance_ratio",
@@ -86,6 +87,18 @@ def ratio_interval(
     return 1.0 - eta * eps_low, 1.0 + eta * eps_high
 
 
+def finite_logprob(
+    logprob: Float[Array, "*batch time"], is_action: Bool[Array, "*batch time"]
+) -> Float[Array, "*batch time"]:
+    """Return the log-probabilities of action tokens with a floor of -1e4 nats, 0 elsewhere.
+
+    At the floor (a probability of 0) the gradient is 0. NaN on an action token stays NaN: it means
+    that a model has diverged, and must not pass for a number.
+    """
+    (logprob,) = select_actions(is_action, logprob=logprob)
+    return jnp.maximum(logprob, _LOGPROB_FLOOR)
+
+
 def log_importance_ratio(
     policy_logprob: Float[Array, "*batch time"],
     behavior_logprob: Float[Array, "*batch time"],
@@ -95,12 +108,11 @@ def log_importance_ratio(
 
     The mask is applied before the subtraction, so gradients off action tokens are 0 and not `0 *
     inf`; beyond the limit the gradient is 0. -inf is a probability of 0 (two of them give a ratio
-    of 1). NaN on an action token stays NaN: it means that a model has diverged.
+    of 1).
     """
-    policy, behavior = select_actions(
-        is_action, policy_logprob=policy_logprob, behavior_logprob=behavior_logprob
+    difference = finite_logprob(policy_logprob, is_action) - finite_logprob(
+        behavior_logprob, is_action
     )
-    difference = jnp.maximum(policy, _LOGPROB_FLOOR) - jnp.maximum(behavior, _LOGPROB_FLOOR)
     return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
