@@ -526,7 +526,7 @@ class Collector:
         group, sample = flight.group, flight.sample
         # Also retrieves the exception, which asyncio would otherwise report as forgotten.
         error = None if task.cancelled() else task.exception()
-        if self._closing:
+        if self._closing or self._fatal is not None:
             return
         try:
             if self._groups.get(group.index) is not group:
@@ -543,7 +543,7 @@ class Collector:
             else:
                 self._finished(group, sample, task.result())
         except Exception as fault:
-            self._fatal = self._fatal or fault
+            self._fatal = fault
         self._advance()
 
     def _finished(self, group: _Group, sample: int, trajectory: Trajectory) -> None:
@@ -741,7 +741,7 @@ class Collector:
                 for task in done:
                     task.result()
         finally:
-            await _cancel(waiting)
+            await _cancel(tasks)
         return [task.result() for task in tasks]
 
     def _identity(self) -> dict[str, int]:
