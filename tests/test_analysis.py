@@ -695,14 +695,19 @@ def test_finish_leaves_out_what_cannot_be_formed():
     assert "coupling/residual_rho_correlation" not in figures
 
 
-def test_equal_policies_read_as_equal():
+@pytest.mark.parametrize("eta_policy", [0.0, 0.5])
+def test_equal_policies_read_as_equal(eta_policy):
     build, _, _, _ = training_batch(29)
     batch = build(0.0)
-    figures = analysis.finish(estimates(batch | {"policy_logprob": batch["behavior_logprob"]})[0])
+    batch["policy_logprob"] = batch["behavior_logprob"]
+    figures = analysis.finish(estimates(batch, eta_policy=eta_policy)[0])
     for name, want in {
         "ratio": 1.0,
         "effective_sample_size": 1.0,
+        # The interval is closed: at tolerance 0 a ratio of 1 is inside.
         "mask_kept": 1.0,
+        "mask_low": 0.0,
+        "mask_high": 0.0,
         "kl_k3": 0.0,
         "correction": 0.0,
         "bias_policy": 0.0,
