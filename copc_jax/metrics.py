@@ -36,7 +36,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import rich.console
@@ -89,8 +89,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean, degrees = float(sample.mean()), sample.size - 1
     if degrees == 0:
         return mean, -math.inf, math.inf
-    # Past the table, the first terms of the expansion of t around the normal point.
-    t = _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * degrees)
+    # Past the table, the expansion of t around the normal point z: good to a thousandth.
+    z = _NORMAL
+    t = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     if degrees <= len(_STUDENT_T):
         t = _STUDENT_T[degrees - 1]
     half = t * float(sample.std(ddof=1)) / math.sqrt(sample.size)
@@ -150,7 +151,7 @@ class MetricsLogger:
         console: show progress: a live display on a terminal, otherwise plain lines.
         console_seconds: shortest time between two plain lines.
         episodes_bytes: size at which episodes.txt stops growing.
-        stream: where the display goes. Standard error by default, which leaves pipes alone.
+        stream: text stream of the display. Standard error by default, which leaves pipes alone.
 
     Raises:
         FileExistsError: `run_dir` already holds metrics and `resume_step` is None.
@@ -165,7 +166,7 @@ class MetricsLogger:
         console: bool = True,
         console_seconds: float = 5.0,
         episodes_bytes: int = 4_000_000,
-        stream: TextIO | None = None,
+        stream: Any = None,
     ):
         self.run_dir = pathlib.Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -179,6 +180,8 @@ class MetricsLogger:
             str(self.run_dir / "tensorboard"),
             purge_step=None if resume_step is None else resume_step + 1,
             flush_secs=10,
+            # The name holds only host and second: a quick resume would overwrite the file.
+            filename_suffix=f".after{self._last_step}",
         )
         self._display = _Display(stream or sys.stderr, total_steps, console, console_seconds)
         for row in kept:
@@ -318,7 +321,7 @@ def _clock(seconds: float) -> str:
 class _Display:
     """The progress of a run, on a terminal or as plain lines. Its failures never reach the run."""
 
-    def __init__(self, stream: TextIO, total: int | None, enabled: bool, seconds: float):
+    def __init__(self, stream: Any, total: int | None, enabled: bool, seconds: float):
         self._status, self._since = "", time.monotonic()
         self._stream, self._total, self._seconds = stream, total, seconds
         self._enabled = enabled
@@ -604,16 +607,11 @@ def _draw_held_out(axes: Any, run: _Run) -> bool:
     axes.errorbar(
         steps, em, (em - low, high - em), color=_HELD_OUT, marker="o", markersize=4, capsize=3
     )
-    for index in {0, len(rows) - 1}:
-        side, gap = ("left", 5) if index == 0 and len(rows) > 1 else ("right", -5)
-        axes.annotate(
-            f"{em[index]:.1%}",
-            (steps[index], high[index]),
-            xytext=(gap if side == "left" else 0, 5),
-            textcoords="offset points",
-            ha=side,
-            color=_HELD_OUT,
-        )
+    # The first figure stands under its interval and the last one above: the line runs between them.
+    style = {"textcoords": "offset points", "color": _HELD_OUT}
+    axes.annotate(f"{em[0]:.1%}", (steps[0], low[0]), xytext=(-3, -13), **style)
+    if len(rows) > 1:
+        axes.annotate(f"{em[-1]:.1%}", (steps[-1], high[-1]), xytext=(3, 5), ha="right", **style)
     axes.margins(y=0.2)
     axes.set_title("Held-out exact match, greedy, 95% interval")
     _percent(axes)
@@ -632,16 +630,32 @@ def _draw_reward(axes: Any, run: _Run) -> bool:
 
 
 def _draw_lag_by_update(axes: Any, run: _Run) -> bool:
-    shades = (("lag/max", "max", "#9dc0e6"), ("lag/mean", "mean", _LEARNER))
-    for name, label, color in (*shades, ("lag/p50", "median", "#123f73")):
+    for name, label, color, style in (
+        ("lag/max", "max", "#9dc0e6", "-"),
+        ("lag/mean", "mean", _LEARNER, "-"),
+        # Often nearly the mean: dots leave both visible.
+        ("lag/p50", "median", "#0d2b52", ":"),
+    ):
         steps, values = run.series(name)
-        axes.plot(steps, values, color=color, linewidth=1.5, label=label)
+        axes.plot(steps, values, color=color, linestyle=style, linewidth=1.6, label=label)
     if run.bound is not None:
         axes.axhline(run.bound, color=_MUTED, linestyle="--", linewidth=1, label="bound")
     axes.set_title("Lag of the trained tokens (updates)")
     axes.legend(loc="lower right", ncols=2)
     axes.set_ylim(bottom=0)
     return bool(run.series("lag/mean", "lag/max")[0].size)
+
+
+def _draw_explained_variance(axes: Any, run: _Run) -> bool:
+    series = run.series("coupling/explained_variance")
+    _line(axes, series, _LEARNER)
+    title = "Explained variance of the critic"
+    # A cold critic can start at minus many, next to which the rest of the run would look flat.
+    if series[0].size and series[1].min() < -1.0:
+        axes.set_ylim(bottom=-1.0)
+        title += " (cut at -1)"
+    axes.set_title(title)
+    return bool(series[0].size)
 
 
 def _simple(title: str, color: str, *names: str, percent: bool = False) -> Any:
@@ -665,7 +679,7 @@ _PANELS = (
     _simple(
         "Tokens kept by the policy mask", _LEARNER, "coupling/mask_kept", "actor/kept", percent=True
     ),
-    _simple("Explained variance of the critic", _LEARNER, "coupling/explained_variance"),
+    _draw_explained_variance,
     _simple("KL(behavior, policy), k3 (nats a token)", _LEARNER, "coupling/kl_k3", "actor/kl"),
     _draw_lag_by_update,
     _simple("Tokens sampled a second", _GENERATOR, "rollout/tokens_per_second"),
@@ -685,7 +699,7 @@ def _draw_curves(run: _Run) -> Any:
     for index, draw in enumerate(panels):
         axes = figure.add_subplot(rows, 2, index + 1)
         draw(axes, run)
-        axes.set_xlim(left=0)
+        axes.set_xlim(-0.015 * run.last, 1.015 * run.last)
         if index >= len(panels) - 2:
             axes.set_xlabel(_UPDATES)
     return figure
@@ -731,6 +745,7 @@ def _draw_lag(run: _Run) -> Any:
 def _draw_time(run: _Run) -> Any:
     """Who waits for whom: shares after warm-up, and by update."""
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
     sides = [("learner", run.learner_shares()), ("generator", run.generator_shares())]
     sides = [(name, shares) for name, shares in sides if shares]
@@ -739,18 +754,24 @@ def _draw_time(run: _Run) -> Any:
     figure = Figure(figsize=(9.0, 4.4), layout="constrained")
     bars, curves = figure.subplots(2, 1, height_ratios=(1.0, 1.5))
     for row, (_, shares) in enumerate(sides):
-        left = 0.0
-        for label, color, share in shares:
-            bars.barh(row, share, left=left, color=color, height=0.55)
-            # A narrow part has no room for words: its share stands in report.md.
-            if share > 0.16:
-                middle = left + share / 2
-                bars.text(
-                    middle, row, f"{label} {share:.0%}", color="white", ha="center", va="center"
-                )
+        left, parts = 0.0, []
+        for _, color, share in shares:
+            parts += bars.barh(row, share, left=left, color=color, height=0.4)
             left += share
+        names = [f"{label} {share:.0%}" for label, _, share in shares]
+        style: dict[str, Any] = {
+            "loc": "upper left",
+            "bbox_to_anchor": (0.0, row + 0.17),
+            "bbox_transform": bars.get_yaxis_transform(),
+            "ncols": len(names),
+            "borderpad": 0.2,
+            "handlelength": 0.9,
+            "handleheight": 0.9,
+            "columnspacing": 1.3,
+        }
+        bars.add_artist(Legend(bars, parts, names, **style))
     bars.set_yticks(range(len(sides)), [name for name, _ in sides])
-    bars.invert_yaxis()
+    bars.set_ylim(len(sides) - 0.4, -0.3)
     bars.set_xlim(0, 1)
     bars.grid(visible=False)
     bars.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
@@ -763,7 +784,7 @@ def _draw_time(run: _Run) -> Any:
     _line(curves, run.series("rollout/busy_fraction"), _GENERATOR, "generator: sampling")
     curves.axhline(0.8, color=_MUTED, linestyle="--", linewidth=1)
     curves.set_ylim(0, 1.02)
-    curves.set_xlim(left=0)
+    curves.set_xlim(-0.01 * run.last, 1.01 * run.last)
     curves.set_title("Busy share by update")
     curves.set_xlabel(_UPDATES)
     _percent(curves)
@@ -804,11 +825,12 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
 
 def _findings(run: _Run) -> list[str]:
     """The main figures in words."""
-    duration = _clock(run.rows[-1]["time"])
-    found = [f"{run.last} learner updates in {duration} (h:mm:ss or m:ss)."]
+    found = [f"{run.last} learner updates in {run.rows[-1]['time'] / 60:.1f} minutes."]
 
     def score(row: Mapping[str, Any]) -> str:
         text = f"{row['eval/em']:.1%}"
+        if row.get("eval/count"):
+            text += f" of {row['eval/count']:.0f} questions"
         if row.get("eval/em_low") is not None:
             text += f" (95% interval {row['eval/em_low']:.1%} to {row['eval/em_high']:.1%})"
         return text
@@ -816,11 +838,10 @@ def _findings(run: _Run) -> list[str]:
     if len(run.held_out) > 1:
         before, after = run.held_out[0], run.held_out[-1]
         gain = 100 * (after["eval/em"] - before["eval/em"])
-        questions = f" over {after['eval/count']:.0f} questions" if "eval/count" in after else ""
         found.append(
-            f"Held-out exact match{questions}: {score(before)} at update {before['step']}, "
-            f"{score(after)} at update {after['step']}: {gain:+.1f} points. The intervals are of "
-            f"the questions; how much another seed would differ needs runs with other seeds."
+            f"Held-out exact match: {score(before)} at update {before['step']}, {score(after)} at "
+            f"update {after['step']}: {gain:+.1f} points. The intervals are of the questions; how "
+            f"much another seed would differ needs runs with other seeds."
         )
     for label, key, form in (
         ("Mean reward of the training batch", "reward/mean", ".2f"),
