@@ -558,13 +558,14 @@ def values(
 
 @flax.struct.dataclass
 class KVCache:
-    """Rotated keys, and values, of what each slot holds.
+    """Rotated keys, and values, of each slot: [layer, slots, length, kv_heads, head_dim].
 
     What lies past the length of a slot's own sequence is never read.
     """
 
-    k: Float[Array, "layer slots length kv_heads head_dim"]
-    v: Float[Array, "layer slots length kv_heads head_dim"]
+    # Not typed by shape: trees of shapes or shardings of a cache are caches too.
+    k: Any
+    v: Any
 
 
 def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any = jnp.float32) -> KVCache:
