@@ -36,6 +36,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from copc_jax.returns import (
     LOG_RATIO_LIMIT,
+    Scalar,
     finite_logprob,
     importance_ratio,
     log_importance_ratio,
@@ -49,9 +50,9 @@ Metrics = dict[str, tuple[Array, Array]]
 
 def ratio_mask(
     ratio: Float[Array, "*shape"],
-    eta_policy: float | Float[Array, ""] = 0.5,
-    eps_low: float = 0.4,
-    eps_high: float = 0.56,
+    eta_policy: Scalar = 0.5,
+    eps_low: Scalar = 0.4,
+    eps_high: Scalar = 0.56,
 ) -> Bool[Array, "*shape"]:
     """Return True where the ratio lies in the closed `ratio_interval(eta_policy, ...)`.
 
@@ -221,9 +222,9 @@ def copc_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    eta_policy: float | Float[Array, ""] = 0.5,
-    eps_low: float = 0.4,
-    eps_high: float = 0.56,
+    eta_policy: Scalar = 0.5,
+    eps_low: Scalar = 0.4,
+    eps_high: Scalar = 0.56,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
     frozen_logprob: Float[Array, "*batch time"] | None = None,
@@ -276,7 +277,7 @@ def copc_actor_loss(
 
 
 def _clipped_objective(
-    ratio: Array, advantage: Array, clip_low: float, clip_high: float, dual_clip: float | None
+    ratio: Array, advantage: Array, clip_low: Scalar, clip_high: Scalar, dual_clip: Scalar | None
 ) -> tuple[Array, Array, Array, Array]:
     """Return PPO's `min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` and where it was cut.
 
@@ -303,9 +304,9 @@ def ppo_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    dual_clip: Scalar | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -343,9 +344,9 @@ def _decoupled_actor_loss(
     is_action: Array,
     weigh: Callable[[Array], Array],
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    clip_low: Scalar,
+    clip_high: Scalar,
+    dual_clip: Scalar | None,
     reduce: Reduce,
     segment_ids: Array | None,
 ) -> tuple[Array, Metrics]:
@@ -383,10 +384,10 @@ def decoupled_ppo_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    behavior_cap: float = 5.0,
-    dual_clip: float | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    behavior_cap: Scalar = 5.0,
+    dual_clip: Scalar | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -423,10 +424,10 @@ def tis_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    weight_max: float = 2.0,
-    dual_clip: float | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    weight_max: Scalar = 2.0,
+    dual_clip: Scalar | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -461,11 +462,11 @@ def icepop_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    weight_min: float = 0.5,
-    weight_max: float = 2.0,
-    dual_clip: float | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    weight_min: Scalar = 0.5,
+    weight_max: Scalar = 2.0,
+    dual_clip: Scalar | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -589,8 +590,8 @@ def sao_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -627,8 +628,8 @@ def cispo_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 1.0,
-    clip_high: float = 0.2,
+    clip_low: Scalar = 1.0,
+    clip_high: Scalar = 0.2,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -685,8 +686,8 @@ def gspo_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: Scalar = 3e-4,
+    clip_high: Scalar = 4e-4,
     reduce: Reduce = "response",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -728,7 +729,7 @@ def vcpo_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    weight_max: float = 8.0,
+    weight_max: Scalar = 8.0,
     reduce: Reduce = "response",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -786,7 +787,7 @@ def second_moment_mask(
     log_ratio: Float[Array, "*batch time"],
     candidate: Bool[Array, "*batch time"],
     *,
-    threshold: float = 0.04,
+    threshold: Scalar = 0.04,
 ) -> Bool[Array, "*batch time"]:
     """Drop the largest squared log-ratios until the mean of the remaining ones is small enough.
 
@@ -810,7 +811,7 @@ def m2po_actor_loss(
     advantage: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    threshold: float = 0.04,
+    threshold: Scalar = 0.04,
     harmful_only: bool = False,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
@@ -857,7 +858,7 @@ def critic_loss(
     is_action: Bool[Array, "*batch time"],
     *,
     old_value: Float[Array, "*batch time"] | None = None,
-    value_clip: float | None = None,
+    value_clip: Scalar | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:

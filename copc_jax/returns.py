@@ -25,6 +25,7 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "FirstResidual",
     "Returns",
+    "Scalar",
     "Trace",
     "copc_returns",
     "corrected_returns",
@@ -42,6 +43,8 @@ __all__ = [
 
 Trace = Literal["residual", "product"]
 FirstResidual = Literal["weighted", "unweighted"]
+# A number of Python, or a traced one: thresholds can be swept under one compilation.
+Scalar = float | Float[Array, ""]
 
 # exp(20) = 4.9e8: its square, and sums of many squares, still fit in float32.
 LOG_RATIO_LIMIT = 20.0
@@ -69,8 +72,8 @@ def select_actions(is_action: Bool[Array, "*batch time"], **arrays: Array) -> tu
 
 
 def ratio_interval(
-    eta: float | Float[Array, ""], eps_low: float = 0.4, eps_high: float = 0.56
-) -> tuple[float | Array, float | Array]:
+    eta: Scalar, eps_low: Scalar = 0.4, eps_high: Scalar = 0.56
+) -> tuple[Scalar, Scalar]:
     """Return the interval of ratios that `eta` allows: `(1 - eta * eps_low, 1 + eta * eps_high)`.
 
     Both channels of COPC use it. `eta = 0` is the point 1: as a mask it drops every token that
@@ -239,9 +242,9 @@ def copc_returns(
     ratio: Float[Array, "*batch time"],
     is_action: Bool[Array, "*batch time"],
     *,
-    eta_advantage: float | Float[Array, ""] = 0.5,
-    eps_low: float = 0.4,
-    eps_high: float = 0.56,
+    eta_advantage: Scalar = 0.5,
+    eps_low: Scalar = 0.4,
+    eps_high: Scalar = 0.56,
     lambda_: float | Array = 1.0,
     trace: Trace = "residual",
     first_residual: FirstResidual = "weighted",
@@ -294,9 +297,9 @@ def vtrace(
     is_action: Bool[Array, "*batch time"],
     *,
     lambda_: float | Array = 1.0,
-    rho_max: float = 1.0,
-    trace_max: float = 1.0,
-    policy_rho_max: float = 1.0,
+    rho_max: Scalar = 1.0,
+    trace_max: Scalar = 1.0,
+    policy_rho_max: Scalar = 1.0,
 ) -> Returns:
     """Correct returns with truncated ratios and traces that multiply.
 
@@ -331,7 +334,7 @@ def retrace(
     is_action: Bool[Array, "*batch time"],
     *,
     lambda_: float | Array = 1.0,
-    trace_max: float = 1.0,
+    trace_max: Scalar = 1.0,
 ) -> Returns:
     """Apply Retrace(lambda) with a critic of states, that is with `Q(s, a) = V(s)`.
 
