@@ -56,6 +56,10 @@ def test_responses_are_all_there_once(shape):
     rows = {tuple(row[:n]) for row, n in zip(mdp.token, mdp.length, strict=True)}
     assert len(rows) == len(mdp.token) == (27 if shape else 1 + 2 + 4 + 8 * 3)
     assert set(mdp.length) == ({3} if shape else {1, 2, 3, 4})
+    # The start has a row of logits of its own, and an ended response looks at nothing behind it.
+    assert not mdp.state[:, 0].any() and (mdp.state[:, 1:] == mdp.token[:, :-1] + 1).all()
+    assert (mdp.discount.sum(1) == mdp.length - 1).all()
+    assert not mdp.discount[np.arange(len(rows)), mdp.length - 1].any()
 
 
 def test_score_is_the_gradient_of_the_log_probability():
