@@ -286,9 +286,10 @@ class SGLangClient:
             task.cancel()
         # Aborts and continues on their way out keep a server from working for nobody.
         if self._background:
-            waited = await asyncio.wait(self._background, timeout=5.0)
+            waited = await asyncio.wait(self._background, timeout=min(self.timeout_s, 15.0))
             for late in waited[1]:
                 late.cancel()
+            await asyncio.gather(*waited[1], return_exceptions=True)
         await asyncio.gather(self._monitor_task, *probes, return_exceptions=True)
         await self._session.close()
         await self._control_session.close()
