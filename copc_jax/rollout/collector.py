@@ -327,6 +327,18 @@ class Collector:
         self._newest_version = version
         self._loop.call_soon_threadsafe(self._enqueue, Path(directory), version)
 
+    def wait_published(self) -> int:
+        """Wait until the servers hold the newest version given to `publish`, and return it.
+
+        Raises:
+            CollectorError: no version was given, or no progress within the stall time-out.
+            Exception: the first exception of an episode or a publication.
+        """
+        if self._newest_version is None:
+            raise CollectorError("no version has been given to publish")
+        self.call(self._wait_until(self._all_published, "the publication"))
+        return self._newest_version
+
     @property
     def published_version(self) -> int | None:
         """The newest version that every server has acknowledged."""
@@ -635,6 +647,9 @@ class Collector:
             self._published = version
         self._advance()
 
+    def _all_published(self) -> bool:
+        return not self._versions and self._publication is None
+
     async def _next_batch(self, batch: int) -> list[Trajectory]:
         self._consume(batch)
         await self._wait_until(self._batch_is_there, f"batch {batch}")
@@ -753,9 +768,7 @@ class Collector:
 
     async def _state(self, batches: int) -> dict[str, Any]:
         if self._admission.mode == "exact":
-            await self._wait_until(
-                lambda: not self._versions and self._publication is None, "the publication"
-            )
+            await self._wait_until(self._all_published, "the publication")
         self._account()
         gone = {group.index for group in self._trained_on(batches)}
         return {
