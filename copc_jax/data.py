@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import html
 import importlib.util
@@ -25,7 +24,7 @@ import sqlite3
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import grain
 import tokenizers
@@ -351,6 +350,11 @@ def _anthem(country: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     return match[1].strip(" ,!?."), (translation,) if translation else ()
 
 
+def _symbol(country: Mapping[str, Any]) -> str:
+    text = _first(_field(country, "Government", "National symbol(s)"))
+    return re.sub(r"^(a|an|the) ", "", text)
+
+
 def _language(country: Mapping[str, Any]) -> str:
     text = _field(country, "People and Society", "Languages", "Languages")
     text = text or _field(country, "People and Society", "Languages")
@@ -431,7 +435,7 @@ def _country_facts(
         "currency": (currency, currency_aliases),
         "nationality": (nationality if re.fullmatch(r"[A-Z][A-Za-z' -]+", nationality) else "", ()),
         "anthem": (anthem, anthem_aliases),
-        "symbol": (_first(_field(country, "Government", "National symbol(s)")), ()),
+        "symbol": (_symbol(country), ()),
         "official language": (_language(country), ()),
         "independence year": (_independence_year(country), ()),
         "main export": (_first(_field(economy, "Exports - commodities")), ()),
@@ -569,7 +573,7 @@ def build_factbook(
             fitting = [plan for plan in plans[subject, hops] if inside.issuperset(plan.subjects)]
             rng = random.Random(f"{seed}/{subject}/{hops}")
             rng.shuffle(fitting)
-            worded = (plan.word(rng) for plan in fitting)
+            worded = (_word(plan, rng) for plan in fitting)
             chosen[hops] += itertools.islice(filter(None, worded), limits[hops])
         rng = random.Random(seed)
         rng.shuffle(chosen[1])
@@ -579,37 +583,26 @@ def build_factbook(
     return [fact.passage for fact in facts], splits[0], splits[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A chain that can be asked for, and the wordings to choose from."""
+class _Plan(NamedTuple):
+    """A chain that can be asked for: one fact, and with two hops a fact on what it leads to."""
 
-    chain: tuple[Hop, ...]
-    golds: tuple[str, ...]
-    questions: tuple[str, ...]
-    clauses: tuple[str, ...] = ("{}",)
-
-    @functools.cached_property
-    def subjects(self) -> tuple[str, ...]:
-        subjects = [hop.passage_id.rpartition("/")[0] for hop in self.chain]
-        # The last answer can be a country that no passage of the chain is about.
-        subjects += [hop.answer for hop in self.chain if RELATIONS[hop.relation].kind == "country"]
-        return tuple(dict.fromkeys(subjects))
-
-    def word(self, rng: random.Random) -> Question | None:
-        """Return the question in one wording, or None when it gives an answer of its chain away."""
-        template = rng.choice(self.questions).format(rng.choice(self.clauses))
-        text = search.normalize_answer(template.format(self.chain[0].entity))
-        answers = (*self.golds, *(hop.answer for hop in self.chain))
-        if any(_mentions(text, search.normalize_answer(answer)) for answer in answers):
-            return None
-        name = hashlib.sha256(f"{template}|{self.chain}".encode()).hexdigest()[:12]
-        return Question(name, template, self.golds, self.chain, self.subjects)
+    fact: Fact
+    backward: bool  # The first step goes from the value to the subject.
+    target: Fact | None
+    subjects: tuple[str, ...]
 
 
 def _plans(facts: Sequence[Fact], max_sharing: int) -> Mapping[tuple[str, int], list[_Plan]]:
     """Return what can be asked, by the subject of the first passage and the number of hops."""
     normalized = {fact: search.normalize_answer(fact.value) for fact in facts}
     sharing = Counter((fact.relation, normalized[fact]) for fact in facts)
+    # The value of a fact can be a country that no passage of the chain is about.
+    touched = {
+        fact: (fact.subject, fact.value)
+        if RELATIONS[fact.relation].kind == "country"
+        else (fact.subject,)
+        for fact in facts
+    }
     targets: dict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
         if sharing[fact.relation, normalized[fact]] <= max_sharing:
@@ -617,25 +610,42 @@ def _plans(facts: Sequence[Fact], max_sharing: int) -> Mapping[tuple[str, int], 
     plans: dict[tuple[str, int], list[_Plan]] = defaultdict(list)
     for fact in facts:
         relation = RELATIONS[fact.relation]
-        forward = Hop(fact.relation, fact.subject, fact.passage_id, fact.value)
-        backward = Hop(fact.relation, fact.value, fact.passage_id, fact.subject)
+        own = touched[fact]
         one_hop, two_hop = plans[fact.subject, 1], plans[fact.subject, 2]
         if fact in targets[fact.subject]:
-            one_hop.append(_Plan((forward,), (fact.value, *fact.aliases), relation.questions))
+            one_hop.append(_Plan(fact, False, None, own))
         if relation.clauses and sharing[fact.relation, normalized[fact]] == 1:
-            golds = (fact.subject, *_country_aliases(fact.subject))
-            one_hop.append(_Plan((backward,), golds, ("What is {}?",), relation.clauses))
-            others = (t for t in targets[fact.subject] if t.relation != fact.relation)
-            two_hop += (_two_hop(backward, target, relation.clauses) for target in others)
+            one_hop.append(_Plan(fact, True, None, own))
+            others = [t for t in targets[fact.subject] if t.relation != fact.relation]
+            two_hop += [_Plan(fact, True, target, own + touched[target]) for target in others]
         if relation.bridges:
-            two_hop += (_two_hop(forward, t, relation.bridges) for t in targets[fact.value])
+            two_hop += [_Plan(fact, False, t, own + touched[t]) for t in targets[fact.value]]
     return plans
 
 
-def _two_hop(first: Hop, target: Fact, clauses: tuple[str, ...]) -> _Plan:
-    second = Hop(target.relation, target.subject, target.passage_id, target.value)
-    questions = RELATIONS[target.relation].questions
-    return _Plan((first, second), (target.value, *target.aliases), questions, clauses)
+def _word(plan: _Plan, rng: random.Random) -> Question | None:
+    """Ask for a chain in one wording; None when the question gives an answer of it away."""
+    fact, backward, target, subjects = plan
+    relation = RELATIONS[fact.relation]
+    start, end = (fact.value, fact.subject) if backward else (fact.subject, fact.value)
+    chain = (Hop(fact.relation, start, fact.passage_id, end),)
+    if target is not None:
+        chain += (Hop(target.relation, target.subject, target.passage_id, target.value),)
+        clause = rng.choice(relation.clauses if backward else relation.bridges)
+        template = rng.choice(RELATIONS[target.relation].questions).format(clause)
+        golds = (target.value, *target.aliases)
+    elif backward:
+        template = f"What is {rng.choice(relation.clauses)}?"
+        golds = (fact.subject, *_country_aliases(fact.subject))
+    else:
+        template = rng.choice(relation.questions)
+        golds = (fact.value, *fact.aliases)
+    text = search.normalize_answer(template.format(start))
+    answers = dict.fromkeys((*golds, *(hop.answer for hop in chain)))
+    if any(_mentions(text, search.normalize_answer(answer)) for answer in answers):
+        return None
+    name = hashlib.sha256(f"{template}|{chain}".encode()).hexdigest()[:12]
+    return Question(name, template, golds, chain, tuple(dict.fromkeys(subjects)))
 
 
 def _mentions(text: str, secret: str) -> bool:

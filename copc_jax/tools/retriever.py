@@ -2,7 +2,8 @@
 
 Every retriever answers `search(queries, topk)` with one list of passages a query, best first. The
 server is `python -m copc_jax.tools.retriever serve --corpus corpus.jsonl --port 8000`; it answers
-`POST /retrieve` as the clients of Search-R1 expect, and `GET /health`.
+`POST /retrieve` as the clients of Search-R1 expect, and `GET /health`. `python -m copc_jax.tools.retriever factbook --out corpus.jsonl` writes
+the corpus of the default task for it, or for any other server of that protocol.
 """
 
 from __future__ import annotations
@@ -317,7 +318,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="TCP port; 0 takes a free one")
+    factbook = commands.add_parser("factbook", help="write the passages of the default task")
+    factbook.add_argument("--out", required=True, help="JSONL file to write")
     arguments = parser.parse_args(argv)
+    if arguments.command == "factbook":
+        # Imported late: it builds on this module, and serving does without it.
+        from copc_jax import data
+
+        write_corpus(arguments.out, data.build_factbook()[0])
+        return 0
     try:
         asyncio.run(_serve(arguments.corpus, arguments.host, arguments.port))
     except KeyboardInterrupt:
