@@ -719,3 +719,16 @@ def test_equal_policies_read_as_equal(eta_policy):
         "bias_interaction": 0.0,
     }.items():
         assert figures[f"coupling/{name}"] == want, name
+
+
+@pytest.mark.parametrize("rounding", [-1e-7, 1e-7])
+def test_rounding_of_sums_is_not_read_as_variance(rounding):
+    build, _, _, _ = training_batch(30, rows=4)
+    metrics, _, _ = estimates(build(0.0))
+    mean, count = 0.1, float(metrics["coupling/ratio"][1])
+    for name in ("log_ratio", "value_target"):
+        metrics[f"coupling/{name}"] = (mean * count, count)
+        metrics[f"coupling/{name}_square"] = (mean**2 * (1 + rounding) * count, count)
+    figures = analysis.finish(metrics)
+    assert figures["coupling/log_ratio_std"] == 0.0
+    assert "coupling/explained_variance" not in figures
