@@ -1,9 +1,10 @@
 """Retrieval: BM25 in process, Search-R1's HTTP protocol on both sides, and corpora as JSONL.
 
 Every retriever answers `search(queries, topk)` with one list of passages a query, best first. The
-server is `python -m copc_jax.tools.retriever serve --corpus corpus.jsonl --port 8000`; it answers
-`POST /retrieve` as the clients of Search-R1 expect, and `GET /health`. `python -m copc_jax.tools.retriever factbook --out corpus.jsonl` writes
-the corpus of the default task for it, or for any other server of that protocol.
+server answers `POST /retrieve` as the clients of Search-R1 expect, and `GET /health`:
+
+    python -m copc_jax.tools.retriever factbook --out corpus.jsonl    # the default task's passages
+    python -m copc_jax.tools.retriever serve --corpus corpus.jsonl --port 8000
 """
 
 from __future__ import annotations
