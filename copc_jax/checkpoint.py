@@ -86,7 +86,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: an earlier background save failed, or this one could not be started.
-            ValueError: a later step is already stored.
+            ValueError: a later step is already stored, or a leaf of `state` was donated before.
             TypeError: `host` holds something else; the message names it.
         """
         self.wait()
@@ -98,6 +98,10 @@ class Checkpointer:
                 f"step {step} comes before step {last}, which {self.directory} already holds; "
                 f"use another directory, or delete the later steps to go on from an earlier one"
             )
+        for path, leaf in _leaves(state):
+            # orbax would find out too, but only after starting threads that then wait for minutes.
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(f"cannot save step {step}: leaf {path} was donated to a program")
         parts = {"state": state, "host": {"archive": encode_host(host)}}
         description = {"format": FORMAT, "leaves": _describe(state)}
         try:
@@ -400,7 +404,7 @@ def _check_config(
     """Raises CheckpointError that names every field that differs and may not."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds no configuration in run/config")
-    old, new = _flatten(saved), _flatten(json.loads(json.dumps(current)))
+    old, new = _flatten(saved), _flatten(json.loads(json.dumps(current, default=str)))
     covers = lambda name, field: field == name or field.startswith(name + ".")
     for name in may_differ:
         if not any(covers(name, field) for field in [*old, *new]):

@@ -188,6 +188,11 @@ class MetricsLogger:
             self._display.update(row)
         self._display.start()
 
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl, those kept by a resume included; -1 if there is none."""
+        return self._last_step
+
     def __enter__(self) -> MetricsLogger:
         """Returns itself."""
         return self

@@ -30,11 +30,8 @@ from copc_jax.metrics import (
 def simulated_run(updates: int = 300, staleness: int = 64, seed: int = 0):
     """Lines of a run that learns: (step, seconds since the last line, values)."""
     random = np.random.default_rng(seed)
-    yield (
-        0,
-        0.0,
-        {"eval/em": 0.312, "eval/em_low": 0.286, "eval/em_high": 0.339, "eval/count": 1190},
-    )
+    before = {"eval/em": 0.312, "eval/em_low": 0.286, "eval/em_high": 0.339, "eval/count": 1190}
+    yield 0, 0.0, before
     for step in range(1, updates + 1):
         progress = 1 / (1 + math.exp(-(step - 120) / 40))
         oldest = min(step - 1, staleness)
@@ -55,8 +52,7 @@ def simulated_run(updates: int = 300, staleness: int = 64, seed: int = 0):
             "rollout/busy_fraction": min(abs(random.normal(0.86, 0.04)), 0.98),
             "rollout/admission_fraction": 0.02,
             "coupling/mask_kept": 0.985 - 0.05 * progress * random.uniform(),
-            "coupling/explained_variance": 0.55 * (1 - math.exp(-step / 40))
-            + random.normal(0, 0.05),
+            "coupling/explained_variance": 0.55 * progress + random.normal(0, 0.05),
             "coupling/kl_k3": 0.012 * progress * random.uniform(0.6, 1.4) + 0.0005,
         }
         if step % 100 == 0:
@@ -172,7 +168,9 @@ def test_one_line_an_update_readable_at_once_and_strictly_json(tmp_path):
 
 def test_what_cannot_be_logged_is_named(tmp_path):
     with MetricsLogger(tmp_path, console=False) as logger:
+        assert logger.last_step == -1
         logger.log(3, {})
+        assert logger.last_step == 3
         with pytest.raises(ValueError, match="step 3 comes after step 3"):
             logger.log(3, {"a": 1.0})
         with pytest.raises(TypeError, match="metric name/x: expected a number"):
@@ -363,7 +361,7 @@ def test_report_states_the_figures(tmp_path):
 
 
 def test_report_takes_later_evaluations(tmp_path):
-    write_run(tmp_path)
+    write_run(tmp_path, updates=5)
     line = {
         "step": 300,
         "eval/em": 0.7,
@@ -394,7 +392,7 @@ def test_report_is_honest_about_what_is_missing(tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
-@pytest.mark.parametrize(("updates", "staleness"), [(1, 0), (3, 0), (40, 64)])
+@pytest.mark.parametrize(("updates", "staleness"), [(1, 0), (40, 64)])
 def test_report_of_short_and_synchronous_runs(tmp_path, updates, staleness):
     write_run(tmp_path, updates=updates, staleness=staleness)
     report(tmp_path)
