@@ -1,15 +1,16 @@
 """Continuous batching on a JAX model: fixed slots, one thread, several tokens a dispatch.
 
-A slot holds the keys and values of one sequence. Requests wait in a queue, take a free slot, prefill
-all of their tokens but the last, and then decode together: every decode dispatch feeds each slot its
-newest token and samples up to `steps_per_dispatch` tokens on the device. Tokens past a stop are thrown
-away on the host, which looks at whole dispatches with numpy and never loops over tokens.
+A slot holds the keys and values of one sequence. Requests wait in a queue, take a free slot,
+prefill all of their tokens but the last, and then decode together: a decode dispatch feeds each
+slot its newest token and samples up to `steps_per_dispatch` tokens on the device. Tokens past a
+stop are thrown away on the host, which looks at whole dispatches with numpy and never loops over
+tokens.
 
-A finished slot keeps its tokens. A later request that begins with them, such as the next turn of the
-episode, goes on there and prefills the rest only.
+A finished slot keeps its tokens. A later request that begins with them, such as the next turn of
+the episode, goes on there and prefills the rest only.
 
-The sampled token depends on the logits, the request's seed and the index of the token in the response,
-so results do not depend on the slot, on what else runs, or on the dispatch size.
+The sampled token depends on the logits, the request's seed and the index of the token in the
+response, so results do not depend on the slot, on what else runs, or on the dispatch size.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-# Vocabulary entries summed together before the search: two short cumulative sums cost a third of one
-# over the whole vocabulary.
+# Vocabulary entries summed together before the search: two short cumulative sums cost a third of
+# one over the whole vocabulary.
 _SAMPLE_BLOCK = 64
 
 # top_k of a request that keeps the whole vocabulary.
@@ -48,7 +49,7 @@ _ALL = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one response are chosen and when it ends. Names and defaults are SGLang's."""
+    """How the tokens of a response are chosen and when it ends; SGLang's names and defaults."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -121,7 +122,8 @@ class Output:
 
     Attributes:
         request: what was asked.
-        token_ids: i32[n], a matched stop token and all tokens that reach into a stop string included.
+        token_ids: i32[n], with a matched stop token, and with all tokens that reach into a matched
+            stop string.
         logprob: f32[n] at the sampling temperature (1 for greedy), before top_k, top_p and min_p.
         spans: which weights sampled which tokens.
         finish: None while the response goes on.
@@ -130,7 +132,8 @@ class Output:
         cached_tokens: prompt tokens that did not have to be prefilled.
         retractions: how often it lost its slot to a pause.
         top: for each output token, if asked for.
-        prompt_logprob: f32[n - 1] at temperature 1, of every prompt token but the first, if asked for.
+        prompt_logprob: f32[n - 1] at temperature 1, of every prompt token but the first, if asked
+            for.
         prompt_top: for the same tokens, if asked for.
     """
 
@@ -156,13 +159,13 @@ class EngineConfig:
     max_length: int = 512
     """Tokens of a prompt and its response together."""
     steps_per_dispatch: int = 8
-    """Tokens per slot in one decode dispatch; more of them cost less overhead and waste more past stops."""
+    """Tokens per slot in one decode dispatch; more cost less overhead and waste more past stops."""
     prefill_rows: tuple[int, ...] = (1, 8)
     """Allowed numbers of sequences in one prefill dispatch."""
     prefill_chunks: tuple[int, ...] = (32, 128)
     """Allowed numbers of tokens per sequence in one prefill dispatch."""
     attend: tuple[int, ...] = (128, 256)
-    """Decode reads the cache up to the smallest of these, and `max_length`, that covers all slots."""
+    """Decode reads the cache up to the smallest of these and `max_length` that covers all slots."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no engine can have.
@@ -193,9 +196,9 @@ class UpdateRefused(ValueError):
 def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Give random numbers in [0, 1), f32, that depend on seed and token index alone.
 
-    The splitmix64 generator, keyed by the seed and entered at `index`. The key is mixed first, so that
-    neighboring seeds do not give shifted copies of one sequence. 24 bits: all that a float32 can hold
-    evenly spaced.
+    The splitmix64 generator, keyed by the seed and entered at `index`. The key is mixed first, so
+    that neighboring seeds do not give shifted copies of one sequence. 24 bits: all that a float32
+    can hold evenly spaced.
 
     Args:
         seed: u64, broadcast against `index`.
@@ -214,7 +217,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Splitmix64's finalizer, a bijection of u64 in which every input bit changes half of the output."""
+    """Splitmix64's finalizer: a bijection of u64 whose every input bit changes half the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -243,8 +246,9 @@ def sample(
 ) -> tuple[Int[Array, " n"], Float[Array, " n"], Float[Array, "n vocab"]]:
     """Draw one token a row by inverse CDF.
 
-    top_k 1 takes the likeliest token. Otherwise a token is kept if fewer than top_k are likelier, if
-    the likelier ones hold at most top_p, and if it has at least min_p of the largest probability.
+    top_k 1 takes the likeliest token. Otherwise a token is kept if fewer than top_k are likelier,
+    if the likelier ones hold at most top_p, and if it has at least min_p of the largest
+    probability.
 
     Args:
         logits: scores of the next token.
@@ -343,7 +347,7 @@ def _decode(params, cache, integers, floats, uniforms, steps, *, config, attend,
 
 
 def _prefill(params, cache, token_ids, integers, *, config, attend):
-    """Append tokens to slots; integers i32[3, n] are slot, start, count. The logits are not needed."""
+    """Append tokens to slots; integers i32[3, n] are slot, start and count."""
     slot, start, count = integers
     return model.prefill(params, config, cache, token_ids, slot, start, count, attend=attend)[0]
 
@@ -401,8 +405,8 @@ class _Update:
 class Engine:
     """The decode loop and its thread.
 
-    Public methods may be called from any thread. Those that return a `Future` are carried out between
-    two dispatches.
+    Public methods may be called from any thread. Those that return a `Future` are carried out
+    between two dispatches.
 
     Args:
         params: policy weights, as `model.init` builds them.
@@ -453,9 +457,9 @@ class Engine:
 
         slots, length = engine_config.slots, engine_config.max_length
         self._cache = model.init_cache(config, slots, length)
-        # What each slot holds. `_known` tokens are in the history; the cache has those before
-        # `_computed`, which for a running slot ends up one behind, and the weights that computed them
-        # carry the number `_generation`.
+        # What each slot holds. `_known` tokens are in the history; the cache has the `_computed`
+        # first of them, which for a decoding slot is all but the newest, and the weights that
+        # computed them carry the number `_generation`.
         self._work: list[_Work | None] = [None] * slots
         self._running = np.zeros(slots, bool)
         self._history = np.zeros((slots, length), np.int32)
@@ -513,7 +517,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def submit(self, requests: Sequence[Request]) -> Future:
-        """Queue requests in this order. Each must fit: see `Request` and `EngineConfig.max_length`."""
+        """Queue requests in this order. Prompt and response of each must fit `max_length`."""
         return self._call(lambda: self._waiting.extend(_Work(request) for request in requests))
 
     def abort(self, rids: Iterable[str]) -> Future:
@@ -528,8 +532,8 @@ class Engine:
     def pause(self, mode: PauseMode) -> Future:
         """Stop generating; new requests queue.
 
-        "abort" ends all requests, "retract" puts running ones back at the head of the queue with their
-        tokens, "in_place" freezes them with their keys and values.
+        "abort" ends all requests, "retract" puts running ones back at the head of the queue with
+        their tokens, "in_place" freezes them with their keys and values.
         """
         return self._call(lambda: self._pause(mode))
 
@@ -571,7 +575,7 @@ class Engine:
         return self._call(lambda: self._set_version(version))
 
     def flush(self) -> Future:
-        """Forget what finished slots hold. The future is False, and nothing done, if requests are left."""
+        """Forget what finished slots hold; False, and nothing done, if requests are left."""
         return self._call(self._flush)
 
     @property
@@ -672,8 +676,8 @@ class Engine:
             if frozen and update.flush:
                 update.future.set_exception(
                     UpdateRefused(
-                        f"{frozen} requests are paused in place, so their keys and values cannot be "
-                        "flushed: pause with mode retract, or send flush_cache false"
+                        f"{frozen} requests are paused in place, so their keys and values cannot "
+                        "be flushed: pause with mode retract, or send flush_cache false"
                     )
                 )
                 continue
@@ -814,9 +818,9 @@ class Engine:
         self._stop_window[slot] = max((len(stop.encode()) for stop in sampling.stop), default=0)
 
     def _shared_prefix(self, token_ids: np.ndarray, namespace: str, free: np.ndarray) -> np.ndarray:
-        """Count the leading tokens that each free slot has computed with the present weights, i32[free].
+        """Count the leading tokens that each free slot has computed with the present weights.
 
-        The last token is never counted: decoding begins with it.
+        The last token is never counted: decoding begins with it. Returns i32[free].
         """
         length = len(token_ids) - 1
         usable = self._generation[free] == self._weights_generation
@@ -1043,7 +1047,7 @@ class Engine:
     def _compiled(
         self, key: tuple, function: Callable, donate: tuple[int, ...], *shapes: Any
     ) -> Any:
-        """Compile once per key; a compiled program refuses other shapes, so nothing recompiles unseen."""
+        """Compile once per key; a compiled program refuses other shapes instead of recompiling."""
         if key not in self._programs:
             abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
             self._programs[key] = (

@@ -1,7 +1,7 @@
 """SGLang's native HTTP protocol as data: request bodies to engine requests, outputs to answers.
 
 The protocol is that of SGLang 0.5.23. It is stricter where that server would crash or guess: an
-empty prompt, an id outside the vocabulary, and an option that this server does not have are refused.
+empty prompt, an id outside the vocabulary, and an option that this server lacks are refused.
 
 Errors come in three shapes, all with status 400, which clients tell apart:
     semantic  {"error": {"message": ...}}          a value that makes no sense, or does not fit
