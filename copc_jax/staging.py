@@ -447,3 +447,9 @@ def _first_fit(lengths: Sequence[int], time: int) -> list[tuple[int, int, int]]:
         places.append((row, used[row], segments[row]))
         used[row] += length
     return places
+
+
+def fitting(trajectories: Sequence[Trajectory], *, rows: int, time: int) -> int:
+    """Return how many trajectories, from the first on, `pack` can put into `[rows, time]`."""
+    placed = _first_fit([len(trajectory.token_ids) for trajectory in trajectories], time)
+    return next((index for index, (row, *_) in enumerate(placed) if row >= rows), len(placed))

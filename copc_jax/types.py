@@ -11,8 +11,12 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import flax.struct
+import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
+
+# Batches are packed by numpy on the host and placed on devices afterwards.
+Array = jax.Array | np.ndarray
 
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["done", "truncated", "aborted"]
@@ -110,9 +114,12 @@ class Targets:
 
 @flax.struct.dataclass
 class LearnerState:
-    """Everything that an update changes. `version` counts actor updates."""
+    """Everything that an update changes.
 
-    version: Int[Array, ""]
+    `version`, an i32 scalar, counts updates. No shapes here: the same tree also holds shardings and abstract values.
+    """
+
+    version: Any
     actor: Any
     critic: Any
     actor_opt: Any
@@ -122,5 +129,5 @@ class LearnerState:
 class Returns(NamedTuple):
     """Result of a return operator: `advantage` for the actor, `value_target` for the critic, both float32."""
 
-    advantage: Float[Array, "*batch time"]
-    value_target: Float[Array, "*batch time"]
+    advantage: Float[jax.Array, "*batch time"]
+    value_target: Float[jax.Array, "*batch time"]

@@ -1,0 +1,541 @@
+"""The learner: one jitted step from a packed batch to new weights, over a (data, model) mesh.
+
+`prepare` freezes what the paper calls pre-update quantities (log-probs, values, ratios, corrected returns, advantages);
+`update` differentiates the actor and critic losses against them. When a batch is one update in one piece, both are one
+program: the update's own forward pass gives log-probs and values, and everything frozen is taken from them behind a
+stop-gradient, which saves the second forward pass. With several minibatches, or with micro-batches, `prepare` runs once
+and its results are held.
+
+Micro-batches are slices of rows that are accumulated one after another; a slice without any token is skipped, so that
+a batch costs what it holds and not what its fixed shape could hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from copc_jax import analysis, losses, model, returns, sharding
+from copc_jax.methods import LossConfig, Method
+from copc_jax.model import ModelConfig
+from copc_jax.types import Batch, LearnerState, Targets
+
+Metrics = dict[str, tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW of one network."""
+
+    learning_rate: float = 3e-4
+    """Step size after warm-up."""
+    warmup_updates: int = 10
+    """Updates of linear warm-up; the first one uses learning_rate / warmup_updates, 0 starts at full size."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine reach `final_fraction` at the last update of the run."""
+    final_fraction: float = 0.1
+    """Fraction of the learning rate left at the end of a decaying schedule."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which a gradient is scaled down."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot train."""
+        for name in ("learning_rate", "clip_norm", "epsilon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.warmup_updates < 0:
+            raise ValueError(f"warmup_updates must be 0 or more, got {self.warmup_updates}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """What the learner compiles: everything here is static."""
+
+    model: ModelConfig
+    method: Method
+    loss: LossConfig
+    actor: OptimizerConfig
+    critic: OptimizerConfig
+    updates: int
+    reduce: Literal["token", "response"] = "token"
+    critic_warmup_updates: int = 0
+    micro_batches: int = 1
+    remat: bool = False
+    logprob_chunk: int | None = None
+
+
+class Learner(NamedTuple):
+    """Pure functions over `LearnerState`; `update` and `step` donate the state that they are given."""
+
+    init: Callable[[PyTree], LearnerState]
+    prepare: Callable[[LearnerState, Batch], Targets]
+    update: Callable[[LearnerState, Batch, Targets], tuple[LearnerState, Metrics]]
+    step: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics]]
+    state_sharding: LearnerState
+    batch_sharding: NamedSharding
+
+
+def learning_rate_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
+    """Learning rate by the number of updates already made; the first warm-up update is not zero."""
+    decay_steps = max(updates - config.warmup_updates, 1)
+    match config.schedule:
+        case "constant":
+            main = optax.constant_schedule(config.learning_rate)
+        case "linear":
+            main = optax.linear_schedule(
+                config.learning_rate, config.learning_rate * config.final_fraction, decay_steps
+            )
+        case "cosine":
+            main = optax.cosine_decay_schedule(
+                config.learning_rate, decay_steps, alpha=config.final_fraction
+            )
+    if config.warmup_updates < 2:
+        return main
+    first = config.learning_rate / config.warmup_updates
+    warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_updates - 1)
+    return optax.join_schedules([warmup, main], [config.warmup_updates])
+
+
+def optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config, updates),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        ),
+    )
+
+
+def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
+    """Compile nothing yet, bind the configuration, and return the learner's functions.
+
+    Args:
+        config: static settings.
+        mesh: axes "data" (rows of a batch) and "model"; one device is a (1, 1) mesh.
+
+    Returns:
+        `init` takes actor parameters and starts the critic from the actor's body. `step` runs a whole batch:
+        `config.method.minibatches` updates, each of which raises `version` by one.
+    """
+    method, loss_config = config.method, config.method.settings(config.loss)
+    actor_optimizer = optimizer(config.actor, config.updates)
+    critic_optimizer = optimizer(config.critic, config.updates * method.critic_steps)
+    actor_rate = learning_rate_schedule(config.actor, config.updates)
+    critic_rate = learning_rate_schedule(config.critic, config.updates * method.critic_steps)
+    rows_sharding = sharding.batch_sharding(mesh)
+    micro_sharding = NamedSharding(mesh, PartitionSpec(None, *rows_sharding.spec))
+
+    def policy(actor: PyTree, batch: Batch) -> tuple[Array, Array]:
+        hidden = model.forward(
+            actor,
+            config.model,
+            batch.token_ids,
+            batch.segment_ids,
+            batch.positions,
+            remat=config.remat,
+        )
+        return model.token_logprob_and_entropy(
+            actor,
+            config.model,
+            hidden,
+            batch.token_ids,
+            batch.segment_ids,
+            chunk=config.logprob_chunk,
+        )
+
+    def value_of(critic: PyTree, batch: Batch) -> Float[Array, "rows time"]:
+        if not method.critic:
+            return jnp.zeros_like(batch.reward)
+        hidden = model.forward(
+            critic,
+            config.model,
+            batch.token_ids,
+            batch.segment_ids,
+            batch.positions,
+            remat=config.remat,
+        )
+        return model.values(critic, config.model, hidden, batch.segment_ids)
+
+    def freeze(policy_logprob: Array, value: Array, batch: Batch) -> Targets:
+        policy_logprob, value = jax.lax.stop_gradient((policy_logprob, value))
+        batch = fold_bootstrap(batch, value)
+        ratio = returns.importance_ratio(policy_logprob, batch.behavior_logprob, batch.is_action)
+        result = method.targets(
+            loss_config, batch.reward, value, batch.discount, ratio, batch.is_action
+        )
+        return Targets(
+            policy_logprob=policy_logprob,
+            value=value,
+            ratio=ratio,
+            advantage=result.advantage,
+            value_target=result.value_target,
+        )
+
+    def fold_bootstrap(batch: Batch, value: Array) -> Batch:
+        """Add V after a cut to the last reward; `staging.pack` marks the slot after it by its discount."""
+        after = jnp.where(batch.is_action, 0.0, batch.discount) * value
+        return batch.replace(reward=batch.reward + jnp.pad(after[:, 1:], ((0, 0), (0, 1))))
+
+    def for_actor(targets: Targets, batch: Batch) -> Float[Array, "rows time"]:
+        """Whitening is the last step, over the whole batch, so that returns themselves stay linear in the reward."""
+        if method.whiten:
+            return returns.whiten(targets.advantage, batch.is_action)
+        return targets.advantage
+
+    def actor_loss(
+        actor: PyTree, batch: Batch, targets: Targets, advantage: Array, logprob: Array
+    ) -> tuple[Array, Metrics]:
+        return method.actor_loss(
+            loss_config,
+            logprob,
+            batch.behavior_logprob,
+            targets.policy_logprob,
+            advantage,
+            batch.is_action,
+            reduce=config.reduce,
+            segment_ids=batch.segment_ids,
+        )
+
+    def critic_loss(value: Array, targets: Targets, batch: Batch) -> tuple[Array, Metrics]:
+        return losses.critic_loss(
+            value,
+            targets.value_target,
+            batch.is_action,
+            old_value=targets.value,
+            value_clip=loss_config.value_clip if method.value_clip else None,
+            reduce=config.reduce,
+            segment_ids=batch.segment_ids,
+        )
+
+    def diagnostics(batch: Batch, targets: Targets) -> Metrics:
+        batch = fold_bootstrap(batch, targets.value)
+        plain = returns.gae(
+            batch.reward,
+            targets.value,
+            batch.discount,
+            batch.is_action,
+            lambda_=loss_config.lambda_,
+        )
+        return analysis.coupling_estimates(
+            targets.policy_logprob,
+            batch.behavior_logprob,
+            targets.value,
+            targets.advantage,
+            plain.advantage,
+            targets.value_target,
+            batch.is_action,
+            eta_policy=loss_config.eta_policy,
+            eta_advantage=loss_config.eta_advantage,
+            eps_low=loss_config.eps_low,
+            eps_high=loss_config.eps_high,
+            reward=batch.reward,
+            discount=batch.discount,
+            lambda_=loss_config.lambda_,
+            first_residual=loss_config.first_residual,
+        )
+
+    def losses_of(
+        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets | None, advantage: Any
+    ) -> tuple[Array, tuple[Array, Array, Metrics, Targets]]:
+        """Sum of both losses times their own denominators, so that micro-batches add before they divide."""
+        actor, critic = networks
+        logprob, entropy = policy(actor, batch)
+        value = value_of(critic, batch)
+        if targets is None:
+            targets = freeze(logprob, value, batch)
+            advantage = for_actor(targets, batch)
+        actor_value, metrics = actor_loss(actor, batch, targets, advantage, logprob)
+        actor_count = jax.lax.stop_gradient(metrics["loss"][1])
+        critic_value, critic_metrics = critic_loss(value, targets, batch)
+        critic_count = jax.lax.stop_gradient(critic_metrics["loss"][1])
+        metrics = {f"actor/{name}": pair for name, pair in metrics.items()}
+        metrics |= {f"critic/{name}": pair for name, pair in critic_metrics.items()}
+        action = batch.is_action
+        metrics["actor/entropy"] = (
+            jnp.sum(jnp.where(action, entropy, 0.0)),
+            jnp.sum(action, dtype=jnp.float32),
+        )
+        total = actor_value * actor_count + critic_value * critic_count
+        return total, (actor_count, critic_count, jax.lax.stop_gradient(metrics), targets)
+
+    def by_count(
+        grads: tuple[PyTree, PyTree], actor_count: Array, critic_count: Array
+    ) -> tuple[PyTree, PyTree]:
+        actor, critic = grads
+        return (
+            jax.tree.map(lambda g: g / jnp.maximum(actor_count, 1e-8), actor),
+            jax.tree.map(lambda g: g / jnp.maximum(critic_count, 1e-8), critic),
+        )
+
+    def micro(batch: Any) -> Any:
+        """[rows, time] -> [micro_batches, rows / micro_batches, time], rows still over the data axis."""
+
+        def split(x: Array) -> Array:
+            x = x.reshape(config.micro_batches, x.shape[0] // config.micro_batches, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(x, micro_sharding)
+
+        return jax.tree.map(split, batch)
+
+    def unmicro(x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), rows_sharding)
+
+    def gradients(
+        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets, advantage: Array
+    ) -> tuple[tuple[PyTree, PyTree], Metrics]:
+        differentiate = jax.grad(losses_of, has_aux=True)
+        if config.micro_batches == 1:
+            grads, (actor_count, critic_count, metrics, _) = differentiate(
+                networks, batch, targets, advantage
+            )
+            return by_count(grads, actor_count, critic_count), metrics
+
+        def one(networks: tuple[PyTree, PyTree], piece: Any) -> Any:
+            grads, (actor_count, critic_count, metrics, _) = differentiate(networks, *piece)
+            return grads, actor_count, critic_count, metrics
+
+        pieces = micro((batch, targets, advantage))
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype),
+            jax.eval_shape(one, networks, jax.tree.map(lambda x: x[0], pieces)),
+        )
+
+        def accumulate(total: Any, piece: Any) -> Any:
+            used = jnp.any(piece[0].segment_ids > 0)
+            add = jax.lax.cond(used, lambda: one(networks, piece), lambda: zero)
+            return jax.tree.map(jnp.add, total, add), None
+
+        (grads, actor_count, critic_count, metrics), _ = jax.lax.scan(accumulate, zero, pieces)
+        return by_count(grads, actor_count, critic_count), metrics
+
+    def apply(
+        state: LearnerState, grads: tuple[PyTree, PyTree], metrics: Metrics
+    ) -> tuple[LearnerState, Metrics]:
+        actor_grad, critic_grad = grads
+        one = jnp.ones((), jnp.float32)
+        learns = state.version >= config.critic_warmup_updates
+
+        actor_step, actor_opt = actor_optimizer.update(actor_grad, state.actor_opt, state.actor)
+        if method.learning_rate_scale is not None:
+            scale = method.learning_rate_scale(loss_config, metrics)
+            actor_step = jax.tree.map(lambda x: x * scale, actor_step)
+            metrics["actor/learning_rate_scale"] = (scale, one)
+        moved = optax.apply_updates(state.actor, actor_step)
+        keep = lambda new, old: jnp.where(learns, new, old)
+        actor = jax.tree.map(keep, moved, state.actor)
+        # Warm-up leaves the actor's moments and its schedule where they were: its first real update is update one.
+        actor_opt = jax.tree.map(keep, actor_opt, state.actor_opt)
+
+        critic, critic_opt = state.critic, state.critic_opt
+        if method.critic:
+            critic_step, critic_opt = critic_optimizer.update(critic_grad, critic_opt, critic)
+            critic = optax.apply_updates(critic, critic_step)
+        metrics |= {
+            "actor/gradient_norm": (optax.global_norm(actor_grad), one),
+            "critic/gradient_norm": (optax.global_norm(critic_grad), one),
+            "actor/learning_rate": (
+                jnp.where(learns, actor_rate(_count(state.actor_opt)), 0.0).astype(jnp.float32),
+                one,
+            ),
+            "critic/learning_rate": (
+                jnp.asarray(critic_rate(_count(state.critic_opt)), jnp.float32),
+                one,
+            ),
+        }
+        new = LearnerState(
+            version=state.version + 1,
+            actor=actor,
+            critic=critic,
+            actor_opt=actor_opt,
+            critic_opt=critic_opt,
+        )
+        return new, metrics
+
+    def extra_critic_steps(state: LearnerState, batch: Batch, targets: Targets) -> LearnerState:
+        """Further critic updates on the same frozen targets, for methods that take several a batch (SAO)."""
+
+        def loss(critic: PyTree) -> Array:
+            return critic_loss(value_of(critic, batch), targets, batch)[0]
+
+        for _ in range(method.critic_steps - 1):
+            grad = jax.grad(loss)(state.critic)
+            step, critic_opt = critic_optimizer.update(grad, state.critic_opt, state.critic)
+            state = state.replace(
+                critic=optax.apply_updates(state.critic, step), critic_opt=critic_opt
+            )
+        return state
+
+    def prepare(state: LearnerState, batch: Batch) -> Targets:
+        if config.micro_batches == 1:
+            return freeze(policy(state.actor, batch)[0], value_of(state.critic, batch), batch)
+
+        def forward(_: None, piece: Batch) -> tuple[None, tuple[Array, Array]]:
+            used = jnp.any(piece.segment_ids > 0)
+            run = lambda: (policy(state.actor, piece)[0], value_of(state.critic, piece))
+            skip = lambda: (jnp.zeros_like(piece.reward), jnp.zeros_like(piece.reward))
+            return None, jax.lax.cond(used, run, skip)
+
+        _, (logprob, value) = jax.lax.scan(forward, None, micro(batch))
+        return freeze(unmicro(logprob), unmicro(value), batch)
+
+    def update(state: LearnerState, batch: Batch, targets: Targets) -> tuple[LearnerState, Metrics]:
+        return update_part(state, batch, targets, for_actor(targets, batch))
+
+    def update_part(
+        state: LearnerState, batch: Batch, targets: Targets, advantage: Array
+    ) -> tuple[LearnerState, Metrics]:
+        grads, metrics = gradients((state.actor, state.critic), batch, targets, advantage)
+        state, metrics = apply(state, grads, metrics)
+        return extra_critic_steps(state, batch, targets), metrics
+
+    def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics]:
+        if config.micro_batches == 1 and method.minibatches == 1:
+            networks = (state.actor, state.critic)
+            grads, (actor_count, critic_count, metrics, targets) = jax.grad(
+                losses_of, has_aux=True
+            )(networks, batch, None, None)
+            grads = by_count(grads, actor_count, critic_count)
+            metrics |= diagnostics(batch, targets)
+            state, metrics = apply(state, grads, metrics)
+            return extra_critic_steps(state, batch, targets), metrics
+
+        targets = prepare(state, batch)
+        advantage = for_actor(targets, batch)
+        totals: Metrics = diagnostics(batch, targets)
+        count = method.minibatches
+        size = batch.reward.shape[0] // count
+        for index in range(count):
+            part = jax.tree.map(
+                lambda x, i=index: x[i * size : (i + 1) * size], (batch, targets, advantage)
+            )
+            state, metrics = update_part(state, *part)
+            # Sums and counts add over minibatches, so that the log shows all of them and not the last.
+            for name, (total, number) in metrics.items():
+                old = totals.get(name, (jnp.zeros_like(total), jnp.zeros_like(number)))
+                totals[name] = (old[0] + total, old[1] + number)
+        return state, totals
+
+    def fresh(actor: PyTree) -> LearnerState:
+        # A copy: the state is donated by every update, the caller's parameters are not.
+        actor = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), actor)
+        critic = model.critic_from_actor(actor, config.model)
+        return LearnerState(
+            version=jnp.zeros((), jnp.int32),
+            actor=actor,
+            critic=critic,
+            actor_opt=actor_optimizer.init(actor),
+            critic_opt=critic_optimizer.init(critic),
+        )
+
+    state_sharding = _state_sharding(config, mesh, fresh)
+    replicated = sharding.replicated(mesh)
+    jit = partial(jax.jit, donate_argnums=(0,))
+    shard_in = (state_sharding, rows_sharding)
+    return Learner(
+        init=jax.jit(fresh, out_shardings=state_sharding),
+        prepare=jax.jit(prepare, in_shardings=shard_in, out_shardings=rows_sharding),
+        update=jit(
+            update,
+            in_shardings=(*shard_in, rows_sharding),
+            out_shardings=(state_sharding, replicated),
+        ),
+        step=jit(step, in_shardings=shard_in, out_shardings=(state_sharding, replicated)),
+        state_sharding=state_sharding,
+        batch_sharding=rows_sharding,
+    )
+
+
+def build_sft(
+    config: ModelConfig,
+    optimizer_config: OptimizerConfig,
+    updates: int,
+    mesh: Mesh,
+    *,
+    context_weight: float = 0.0,
+) -> tuple[Callable, Callable]:
+    """Supervised fine-tuning on the same packed batches: `init(params) -> opt_state`, `step(params, opt, batch)`.
+
+    Args:
+        config: the model.
+        optimizer_config: its AdamW.
+        updates: length of the schedule.
+        mesh: axes "data" and "model".
+        context_weight: weight of the loss on prompt and observation tokens beside that of the action tokens: 0 for a
+            pretrained model; a model that starts from nothing learns to read from them.
+
+    Returns:
+        `step` gives `(params, opt_state, metrics)` with the mean negative log-likelihood of the action tokens, in
+        nats, as `metrics["loss"] = (sum, count)`; it donates `params` and `opt_state`.
+    """
+    transform = optimizer(optimizer_config, updates)
+    params_sharding = sharding.parameter_shardings(mesh, config, "lm")
+
+    def loss(params: PyTree, batch: Batch) -> tuple[Array, Metrics]:
+        hidden = model.forward(params, config, batch.token_ids, batch.segment_ids, batch.positions)
+        logprob = model.token_logprob(params, config, hidden, batch.token_ids, batch.segment_ids)
+        total, metrics = losses.sft_loss(logprob, batch.is_action)
+        if context_weight:
+            context = (batch.segment_ids > 0) & ~batch.is_action
+            reading, _ = losses.sft_loss(logprob, context)
+            total = total + context_weight * reading
+        return total, metrics
+
+    def step(params: PyTree, opt_state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Metrics]:
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        updates_, opt_state = transform.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates_), opt_state, metrics
+
+    abstract = jax.eval_shape(partial(model.init, config=config), jax.random.key(0))
+    opt_state = jax.eval_shape(transform.init, abstract)
+    opt_sharding = sharding.optimizer_shardings(mesh, config, "lm", opt_state)
+    return (
+        jax.jit(transform.init, out_shardings=opt_sharding),
+        jax.jit(
+            step,
+            donate_argnums=(0, 1),
+            in_shardings=(params_sharding, opt_sharding, sharding.batch_sharding(mesh)),
+            out_shardings=(params_sharding, opt_sharding, None),
+        ),
+    )
+
+
+def _count(opt_state: PyTree) -> Array:
+    """Number of updates that an optimizer made: the learning rate it uses next is the schedule at this number."""
+    return optax.tree_utils.tree_get(opt_state[1][0], "count")
+
+
+def _state_sharding(
+    config: LearnerConfig, mesh: Mesh, fresh: Callable[[PyTree], LearnerState]
+) -> LearnerState:
+    abstract_actor = jax.eval_shape(partial(model.init, config=config.model), jax.random.key(0))
+    state = jax.eval_shape(fresh, abstract_actor)
+    moments = partial(sharding.optimizer_shardings, mesh, config.model)
+    return LearnerState(
+        version=sharding.replicated(mesh),
+        actor=sharding.parameter_shardings(mesh, config.model, "lm"),
+        critic=sharding.parameter_shardings(mesh, config.model, "value"),
+        actor_opt=moments("lm", state.actor_opt),
+        critic_opt=moments("value", state.critic_opt),
+    )

@@ -1,0 +1,468 @@
+"""Train a language model with asynchronous off-policy RL.
+
+    python experiments/run.py --task=search --staleness=64
+
+builds the task's data, warms a small model up on demonstrations (cached), starts the embedded rollout server, trains,
+evaluates on held-out questions before, during and after, and writes everything that there is to see into the run
+folder, whose path it prints. `--help` explains every setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import assembly
+import evaluate
+import jax
+import numpy as np
+import sft
+
+from copc_jax import data, hf, metrics, sharding, staging
+from copc_jax.analysis import finish
+from copc_jax.checkpoint import Checkpointer, abstract
+from copc_jax.config import RunConfig, parse, to_dict, to_json
+from copc_jax.learner import Learner, LearnerConfig, build_learner
+from copc_jax.methods import METHODS, PAPER_REDUCE
+from copc_jax.rollout.client import SamplingParams
+from copc_jax.rollout.collector import Collector, decode_state, encode_state
+from copc_jax.rollout.episode import render, run_episode
+from copc_jax.rollout.launch import ServerProcess
+from copc_jax.types import Batch, Prompt, Trajectory
+
+# Settings that a resumed run may change: how long and how it is watched, never what is computed.
+MAY_DIFFER = (
+    "updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints", "eval", "cpus",
+    "rollout.urls", "rollout.control_urls", "rollout.launch", "rollout.sglang_python", "rollout.slots",
+    "rollout.timeout_seconds", "rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight",
+    "mesh",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Run one configuration to its end and return the run folder."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config = parse(arguments)
+    run_dir = config.resume or config.run_dir or _new_run_dir(config)
+    with _terminable():
+        assembly.prepare_process(config, config.cpus[0] if config.cpus else None)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        print(f"run folder: {run_dir}", flush=True)
+        with Run(config, run_dir, " ".join(arguments)) as run:
+            run.train()
+        report = metrics.report(run_dir)
+        print(f"report: {report}")
+    return run_dir
+
+
+class Run:
+    """One training run: owns the processes, threads and files, and holds no mathematics."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, command: str):
+        self.config, self.run_dir, self.command = config, run_dir, command
+        self.method = METHODS[config.method]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Run:
+        """Build everything up to the first update; whatever fails is undone."""
+        with contextlib.ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """End the episodes, the server and the files, in the order opposite to their start."""
+        self._stack.__exit__(*exception)
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        config, run_dir = self.config, self.run_dir
+        checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
+        resumed = self._resumed_step(checkpoints)
+        self.checkpoints = stack.enter_context(checkpoints)
+        (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
+        if resumed is None:
+            (run_dir / metrics.COMMAND_FILE).write_text(f"experiments/run.py {self.command}\n")
+
+        self.parts = assembly.build(config)
+        folder = sft.warm_start(config, self.parts)
+        self.learner = self._build_learner()
+        if resumed is None:
+            actor, _ = hf.load_hf(folder)
+            self.state = self.learner.init(actor)
+            host: dict[str, Any] = {}
+        else:
+            like = abstract(
+                jax.tree.map(
+                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                    jax.eval_shape(self.learner.init, hf.load_hf(folder)[0]),
+                    self.learner.state_sharding,
+                )
+            )
+            self.state, host = checkpoints.restore(
+                resumed, like, config=to_dict(config), may_differ=MAY_DIFFER
+            )
+            print(f"resumed from update {resumed}", flush=True)
+        self.version = int(self.state.version)
+        self.batches = host.get("run", {}).get("batches", 0)
+
+        self.server = self._start_server(stack, folder)
+        self.collector = self._start_collector(stack, host)
+        self.log = stack.enter_context(
+            metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
+        )
+        self._weights: list[Path] = []
+        self._generator = _Accounts(self.collector.metrics)
+
+    @property
+    def _last_version(self) -> int:
+        return self.config.updates
+
+    def _resumed_step(self, checkpoints: Checkpointer) -> int | None:
+        if self.config.resume is None:
+            return None
+        step = checkpoints.latest()
+        if step is None:
+            raise SystemExit(
+                f"error: --resume {self.config.resume}: this folder holds no complete checkpoint"
+            )
+        return step
+
+    def _build_learner(self) -> Learner:
+        config = self.config
+        warmup = self.method.warmup_updates.get(config.task)
+        actor = config.actor
+        if warmup is not None:
+            actor = dataclasses.replace(actor, warmup_updates=warmup)
+        return build_learner(
+            LearnerConfig(
+                model=self.parts.model,
+                method=self.method,
+                loss=config.loss,
+                actor=actor,
+                critic=config.critic,
+                updates=config.updates,
+                reduce=(self.method.reduce or PAPER_REDUCE)[config.task],
+                critic_warmup_updates=config.critic_warmup_updates if self.method.critic else 0,
+                micro_batches=config.micro_batches,
+                remat=config.remat,
+                logprob_chunk=config.logprob_chunk,
+            ),
+            sharding.make_mesh(config.mesh.data, config.mesh.model),
+        )
+
+    def _start_server(self, stack: contextlib.ExitStack, folder: Path) -> ServerProcess | None:
+        server = assembly.launch(self.config, folder, self.run_dir / "server.log")
+        if server is not None:
+            stack.enter_context(server)
+            stack.enter_context(_watch(server, self._say))
+        self.urls = self.config.rollout.urls or (server.url,)  # pyright: ignore[reportOptionalMemberAccess]
+        return server
+
+    def _start_collector(self, stack: contextlib.ExitStack, host: dict[str, Any]) -> Collector:
+        config = self.config
+        self.client = assembly.client(config, self.urls, on_event=self._server_event)
+        budget = assembly.budget(config)
+        sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens).for_training()
+
+        async def episode(prompt: Prompt, sample: int, seed: int) -> Trajectory:
+            return await run_episode(
+                self.client,
+                self.parts.task,
+                self.parts.tokenizer,
+                prompt,
+                sample=sample,
+                sampling=sampling,
+                budget=budget,
+                seed=seed,
+            )
+
+        prompts = data.prompt_iterator(
+            self.parts.train,
+            config.seed,
+            max_prompt_tokens=config.rollout.max_tokens // 2,
+            encode=self.parts.task.encode_prompt,
+        )
+        collector = Collector(
+            run_episode=episode,
+            publish=self.client.publish,
+            prompts=prompts,
+            admission=staging.Admission(
+                config.batch_size,
+                config.staleness,
+                mode=config.staleness_mode,
+                updates_per_batch=self.method.minibatches,
+            ),
+            samples_per_prompt=config.samples_per_prompt,
+            seed=config.seed,
+            max_in_flight=config.rollout.max_in_flight,
+            keep_group=_varied if self.method.dynamic_sampling else None,
+            stall_timeout_s=config.rollout.stall_seconds,
+        )
+        if "collector" in host:
+            collector.restore(decode_state(host["collector"]))
+        stack.enter_context(collector)
+        collector.enter(self.client)
+        collector.call(self.client.check(wait_s=30.0))
+        return collector
+
+    def train(self) -> None:
+        """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
+        config = self.config
+        self._publish()
+        if self.version == 0:
+            self.log.log(0, self._evaluate(final=True))
+        try:
+            while self.version < self._last_version:
+                self._update()
+        except KeyboardInterrupt:
+            self._say(f"stopped at update {self.version}, saving a checkpoint")
+            self._save()
+            self.checkpoints.wait()
+            self._say(f"continue with --resume {self.run_dir}")
+            raise SystemExit(130) from None
+        self._save()
+        hf.save_hf(
+            self.run_dir / "model",
+            self.state.actor,
+            self.parts.model,
+            tokenizer_json=self.parts.tokenizer.to_str(),
+        )
+        self._say(f"trained model: {self.run_dir / 'model'}")
+
+    def _update(self) -> None:
+        config, clock = self.config, _Clock()
+        self.log.status("waiting for rollouts")
+        trajectories = self.collector.next_batch(self.batches)
+        clock.lap("learner/wait_seconds")
+
+        self.log.status("learner step")
+        batch, packed = self._pack(trajectories)
+        lag = staging.staleness_stats(trajectories, self.version)
+        device_batch = jax.device_put(batch, self.learner.batch_sharding)
+        self.state, result = self.learner.step(self.state, device_batch)
+        values = finish(result)
+        self.version += self.method.minibatches
+        self.batches += 1
+        clock.lap("learner/seconds")
+
+        last = self.version >= self._last_version
+        if self.batches % config.publish_every == 0 or last:
+            self._publish()
+        clock.lap("learner/publish_seconds")
+
+        values |= metrics.lag_values(lag.tokens, lag.trajectories)
+        values |= _episode_figures(trajectories)
+        values |= {
+            "batch/tokens": sum(part.tokens for part in packed),
+            "batch/action_tokens": sum(part.action_tokens for part in packed),
+            "batch/rows": sum(part.rows_used for part in packed),
+        }
+        for part in packed:
+            for reason, prompts in part.dropped.items():
+                name = f"batch/dropped_{reason}"
+                values[name] = values.get(name, 0.0) + len(prompts)
+        every = config.eval.every
+        if last or (every and self.batches % every == 0):
+            values |= self._evaluate(final=last)
+        clock.lap("learner/eval_seconds")
+        if self.batches % config.checkpoint_every == 0 and not last:
+            self._save()
+        clock.lap("learner/checkpoint_seconds")
+        values |= clock.laps | self._generator.since_last()
+        self.log.log(self.version, values, self._histograms(batch, trajectories))
+        for trajectory in trajectories[:1]:
+            self.log.episode(
+                self.version,
+                render(trajectory, self.parts.tokenizer),
+                prompt=trajectory.prompt_id,
+                reward=trajectory.reward,
+                status=trajectory.status,
+            )
+
+    def _pack(self, trajectories: list[Trajectory]) -> tuple[Batch, list[staging.PackStats]]:
+        """Pack a batch to its fixed shape; each minibatch has rows of its own."""
+        config, parts = self.config, self.method.minibatches
+        size = len(trajectories) // parts
+        group = "scaled" if self.method.group else None
+        packed = [
+            staging.pack(
+                trajectories[i * size : (i + 1) * size],
+                rows=config.batch_size // parts,
+                time=config.rollout.max_tokens,
+                learner_version=self.version,
+                staleness=config.staleness,
+                gamma=config.loss.gamma,
+                truncated=config.truncated,
+                pad_id=self.parts.tokenizer.token_to_id(data.PAD_TOKEN) or 0,
+                group_advantage=group,
+                updates_per_batch=parts,
+            )
+            for i in range(parts)
+        ]
+        batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
+        return batch, [stats for _, stats in packed]
+
+    def _publish(self) -> None:
+        """Write the actor's weights and hand them to the servers; older folders that nobody reads go."""
+        folder = self.run_dir / "weights" / f"v{self.version:06d}"
+        hf.save_hf(folder, self.state.actor, self.parts.model)
+        self.collector.publish(folder.resolve(), self.version)
+        self._weights.append(folder)
+        published = self.collector.published_version
+        while (
+            published is not None
+            and len(self._weights) > 2
+            and self._number(self._weights[1]) <= published
+        ):
+            shutil.rmtree(self._weights.pop(0), ignore_errors=True)
+
+    @staticmethod
+    def _number(folder: Path) -> int:
+        return int(folder.name.removeprefix("v"))
+
+    def _evaluate(self, *, final: bool) -> dict[str, float]:
+        config = self.config
+        self.log.status("evaluating")
+        limit = config.eval.final_questions if final else config.eval.questions
+        questions = self.parts.held_out[: limit or None]
+        result = evaluate.exact_match(self.collector, self.client, config, self.parts, questions)
+        return {f"eval/{name}": value for name, value in result.items()}
+
+    def _save(self) -> None:
+        self.checkpoints.save(
+            self.version,
+            self.state,
+            {
+                "run": {"config": to_dict(self.config), "batches": self.batches},
+                "collector": encode_state(self.collector.state(self.batches)),
+            },
+        )
+
+    def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
+        lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
+        return {
+            "lag/tokens": np.asarray(lags),
+            "length/tokens": np.asarray([len(t.token_ids) for t in trajectories]),
+            "reward": np.asarray([t.reward for t in trajectories]),
+        }
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _server_event(self, event: str, url: str, detail: str) -> None:
+        self._say(f"rollout server {url}: {event}: {detail}")
+
+
+class _Clock:
+    """Seconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+class _Accounts:
+    """Rates from counters that only grow: what the generator did since the last line of the log."""
+
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        self._read = read
+        self._last, self._time = read(), time.monotonic()
+
+    def since_last(self) -> dict[str, float]:
+        now, moment = self._read(), time.monotonic()
+        seconds = max(moment - self._time, 1e-9)
+        change = {name: value - self._last[name] for name, value in now.items()}
+        self._last, self._time = now, moment
+        counts = ("failed", "aborted", "reissued", "lost", "filtered", "skipped")
+        return {
+            "rollout/tokens_per_second": change["tokens"] / seconds,
+            "rollout/busy_fraction": change["busy_s"] / seconds,
+            "rollout/admission_fraction": change["idle_s"] / seconds,
+            "rollout/buffered": now["buffered"],
+            "rollout/in_flight": now["in_flight"],
+            **{f"rollout/{name}": now[name] for name in counts},
+        }
+
+
+def _varied(group: list[Trajectory]) -> bool:
+    """Whether the rewards of a group differ: DAPO's dynamic sampling keeps only such groups."""
+    return len({trajectory.reward for trajectory in group}) > 1
+
+
+def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
+    names = sorted({name for trajectory in trajectories for name in trajectory.info})
+    figures = {
+        f"task/{name}": float(np.mean([t.info.get(name, 0.0) for t in trajectories]))
+        for name in names
+    }
+    figures["reward/mean"] = float(np.mean([t.reward for t in trajectories]))
+    figures["reward/em"] = figures.get("task/em", 0.0)
+    figures["task/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
+    figures["length/mean"] = float(np.mean([len(t.token_ids) for t in trajectories]))
+    figures["length/action_mean"] = float(np.mean([t.is_action.sum() for t in trajectories]))
+    return figures
+
+
+@contextlib.contextmanager
+def _watch(server: ServerProcess, say: Callable[[str], None]) -> Iterator[None]:
+    """Start a server that died again; the client gives it the current weights before it uses it."""
+    end = threading.Event()
+
+    def watch() -> None:
+        while not end.wait(1.0):
+            if not server.alive() and not end.is_set():
+                say("the rollout server ended; starting it again")
+                try:
+                    server.restart()
+                except RuntimeError as error:
+                    say(f"the rollout server does not start: {error}")
+
+    thread = threading.Thread(target=watch, name="server watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat a scheduler's SIGTERM as Ctrl-C, so that both leave a checkpoint."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _new_run_dir(config: RunConfig) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return (
+        Path("runs") / f"{config.task}-{config.method}-s{config.staleness}-seed{config.seed}-{now}"
+    )
+
+
+if __name__ == "__main__":
+    main()
