@@ -6,9 +6,7 @@ import pathlib
 import resource
 import shutil
 import time
-from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract, decode_host, encode_host
+from copc_jax.types import LearnerState
 
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0),
@@ -28,17 +27,6 @@ HOST = {
     "data": {"next_index": 12, "fingerprint": "abc"},
     "run": {"seed": 3, "config": {"staleness": 64, "loss": {"eta": 0.5, "clip": [0.2, 0.28]}}},
 }
-
-
-@flax.struct.dataclass
-class LearnerState:
-    """The fields of `types.LearnerState`, whose checked types keep shardings out."""
-
-    version: Any
-    actor: Any
-    critic: Any
-    actor_opt: Any
-    critic_opt: Any
 
 
 def small_state(scale: float = 1.0, width: int = 8) -> LearnerState:
