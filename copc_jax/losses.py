@@ -64,10 +64,8 @@ def ratio_mask(
     return (low <= ratio) & (ratio <= high)
 
 
-def _response_index(is_action: Array, segment_ids: Array | None) -> Array:
+def _response_index(is_action: Array, segment_ids: Array) -> Array:
     """Number the responses of each row by the order in which their segments begin, in [0, T)."""
-    if segment_ids is None:
-        return jnp.zeros(jnp.shape(is_action), jnp.int32)
     if jnp.shape(segment_ids) != jnp.shape(is_action):
         raise ValueError(
             f"segment_ids has shape {jnp.shape(segment_ids)} but is_action has shape "
@@ -78,19 +76,25 @@ def _response_index(is_action: Array, segment_ids: Array | None) -> Array:
     return jnp.concatenate([first, jnp.cumsum(begins, axis=-1, dtype=first.dtype)], axis=-1)
 
 
-def _response_sum(x: Array, is_action: Array, segment_ids: Array | None) -> Array:
-    """Give every token the sum of `x` over the action tokens of its response."""
+def _response_sums(x: Array, is_action: Array, segment_ids: Array | None) -> tuple[Array, Array]:
+    """Sum `x` over the action tokens of each response.
+
+    Returns:
+        [..., R], one sum a response (0 where a row has fewer than R), and [..., T], the sum of each
+        token's response.
+    """
     (x,) = select_actions(is_action, x=x)
     if segment_ids is None:
-        return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
-    index = _response_index(is_action, segment_ids)
+        total = x.sum(-1, keepdims=True)
+        return total, jnp.broadcast_to(total, x.shape)
 
-    def row(x: Array, index: Array) -> Array:
-        return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
+    def row(x: Array, index: Array) -> tuple[Array, Array]:
+        sums = jax.ops.segment_sum(x, index, num_segments=x.shape[0])
+        return sums, sums[index]
 
     for _ in range(x.ndim - 1):
         row = jax.vmap(row)
-    return row(x, index)
+    return row(x, _response_index(is_action, segment_ids))
 
 
 def reduction_weights(
@@ -108,10 +112,8 @@ def reduction_weights(
     if reduce == "token":
         return ones, ones.sum()
     if reduce == "response":
-        weight = ones / jnp.maximum(_response_sum(ones, is_action, segment_ids), 1.0)
-        # Each response's weights add to 1 up to rounding, and a count of responses is a whole
-        # number.
-        return weight, jnp.round(weight.sum())
+        lengths, length = _response_sums(ones, is_action, segment_ids)
+        return ones / jnp.maximum(length, 1.0), jnp.sum(lengths > 0, dtype=jnp.float32)
     raise ValueError(f'reduce must be "token" or "response", got {reduce!r}')
 
 
@@ -672,10 +674,10 @@ def response_log_ratio(
     mean of the ratios). Only action tokens count in the length.
     """
     log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
-    total = _response_sum(log_ratio, is_action, segment_ids)
+    _, total = _response_sums(log_ratio, is_action, segment_ids)
     if mean:
-        ones = jnp.ones_like(log_ratio)
-        total = total / jnp.maximum(_response_sum(ones, is_action, segment_ids), 1.0)
+        _, length = _response_sums(jnp.ones_like(log_ratio), is_action, segment_ids)
+        total = total / jnp.maximum(length, 1.0)
     (total,) = select_actions(is_action, total=total)
     return jnp.clip(total, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -793,7 +795,8 @@ def second_moment_mask(
 
     Only `candidate` tokens count and can be dropped; the rest is True. Tokens of exactly the
     smallest dropped square are dropped together, so the result does not depend on the order of
-    rows. The tokens of the whole call are ranked: micro-batches would each have a cut of their own.
+    rows. The tokens of the whole call are ranked: micro-batches would each have a cut of their own,
+    and devices gather the squares.
     """
     (square,) = select_actions(candidate, square=jnp.square(log_ratio))
     ranked = jnp.sort(jnp.where(candidate, square, jnp.inf).ravel())
