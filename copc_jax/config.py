@@ -1,16 +1,19 @@
 """Configuration of a run: frozen dataclasses, presets by task, and the command line.
 
-Every field's meaning and unit stand below it and are what `--help` prints. A value that cannot work is refused where
-the dataclass is made, before any work, with a message that names the field and the right form.
+Every field's meaning and unit stand below it and are what `--help` prints. A value that cannot work
+is refused where the dataclass is made, before any work, with a message that names the field and the
+right form.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import tyro
 
@@ -18,10 +21,33 @@ from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
 from copc_jax.model import ModelConfig
 
+# Where a run keeps its resolved configuration, inside its folder.
+CONFIG_FILE = "config.json"
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
+
+
+def _require_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value >= least, f"{name} must be {least} or more, got {value}")
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value > 0, f"{name} must be more than 0, got {value}")
+
+
+def _require_urls(name: str, *urls: str) -> None:
+    for url in urls:
+        _require(
+            url.startswith(("http://", "https://")),
+            f"{name} must look like http://host:port, got {url!r}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +82,15 @@ class TinyModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not divide."""
+        names = [field.name for field in dataclasses.fields(self)]
+        _require_least(self, 1, *names)
         _require(
             self.hidden_size % self.num_heads == 0,
-            f"tiny.hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}",
+            f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}",
         )
         _require(
             self.num_heads % self.num_kv_heads == 0,
-            f"tiny.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}",
+            f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}",
         )
 
 
@@ -72,30 +100,36 @@ class SearchTaskConfig:
 
     retriever_url: str | None = None
     """URL of a Search-R1-compatible /retrieve server; none searches in process with tantivy."""
-    topk: int = 2
+    topk: int = 1
     """Passages a search returns."""
     reward_search: float = 2.0
     """Reward of a right answer after at least one executed search."""
     reward_no_search: float = 1.1
     """Reward of a right answer without a search."""
     reward_wrong: float = 0.0
-    """Reward of a wrong answer (math.md 3.3: not stated in the paper, 0 assumed)."""
+    """Reward of a wrong answer (not stated in the paper, 0 assumed)."""
     reward_format: float = 0.0
     """Reward of an episode without an answer (not stated in the paper, 0 assumed)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot search."""
+        _require_least(self, 1, "topk")
+        if self.retriever_url is not None:
+            _require_urls("retriever_url", self.retriever_url)
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
     """Supervised warm start on demonstrations, made once and cached."""
 
-    updates: int = 1100
-    """Optimizer updates."""
-    rows: int = 4
+    updates: int = 1600
+    """Optimizer updates of the warm start."""
+    rows: int = 3
     """Packed rows an update."""
-    demonstrations: int = 12000
+    demonstrations: int = 20000
     """Distinct demonstrations that are made; they repeat when the updates need more."""
     one_hop_share: float = 0.8
-    """Share of demonstrations of 2-hop questions that stop after one hop: what RL has to unlearn."""
+    """Share of 2-hop demonstrations that stop after one hop: what RL has to unlearn."""
     optimizer: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(
             learning_rate=5e-3, warmup_updates=50, schedule="cosine", beta2=0.98
@@ -103,7 +137,17 @@ class SFTConfig:
     )
     """AdamW of the warm start."""
     context_weight: float = 1.0
-    """Weight of the loss on prompt and observation tokens: a model from nothing learns to read from them; 0 is plain SFT."""
+    """Weight of the loss on prompt and observation tokens, from which a model that starts from
+    nothing learns to read; 0 is plain SFT."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train."""
+        _require_least(self, 1, "updates", "rows", "demonstrations")
+        _require_least(self, 0, "context_weight")
+        _require(
+            0 <= self.one_hop_share <= 1,
+            f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +155,8 @@ class RolloutConfig:
     """Servers and episodes."""
 
     urls: tuple[str, ...] = ()
-    """Rollout servers that already run (real SGLang or embedded), or an sglang-router; none starts the embedded one."""
+    """Rollout servers that already run (real SGLang or embedded), or an sglang-router; none starts
+    one."""
     control_urls: tuple[str, ...] = ()
     """Workers behind a router, which passes no control calls on; none: the same as `urls`."""
     launch: Literal["embedded", "sglang"] = "embedded"
@@ -119,7 +164,8 @@ class RolloutConfig:
     sglang_python: str = "python"
     """Interpreter of the environment that holds sglang, for `--rollout.launch=sglang`."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts; anything but 1 is refused: ratios would not describe the policy."""
+    """Sampling temperature of training rollouts; anything but 1 is refused: ratios would not
+    describe the policy."""
     top_p: float = 1.0
     """Nucleus mass of training rollouts; anything below 1 is refused for the same reason."""
     max_turns: int = 4
@@ -135,13 +181,43 @@ class RolloutConfig:
     slots: int = 64
     """Sequences that the embedded server decodes at once."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What happens to running requests at a weight update: recompute their cache, keep it, or abort and resend."""
+    """What happens to running requests at a weight update: recompute their cache, keep it, or abort
+    and resend."""
     timeout_seconds: float = 120.0
-    """Time-out of one HTTP call."""
+    """Time-out of one HTTP call, in seconds."""
     deadline_seconds: float = 300.0
-    """Time after which a request that keeps failing is given up, retries included."""
+    """Seconds after which a request that keeps failing is given up, retries included."""
     stall_seconds: float = 300.0
-    """Time without a finished episode after which the run stops and says what is in flight."""
+    """Seconds without any event after which the run stops and says what is in flight."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would bias every ratio, and what cannot run."""
+        _require(
+            self.temperature == 1.0,
+            "temperature must be 1 in training (the behavior log-probs are the policy's own only "
+            f"there), got {self.temperature}",
+        )
+        _require(
+            self.top_p == 1.0,
+            "top_p must be 1 in training (a cut distribution is not the policy's), "
+            f"got {self.top_p}",
+        )
+        _require_least(
+            self, 1, "max_turns", "max_tokens", "max_new_tokens", "max_in_flight", "slots"
+        )
+        _require_least(self, 0, "max_observation_tokens")
+        _require_positive(self, "timeout_seconds", "deadline_seconds", "stall_seconds")
+        _require(
+            self.max_new_tokens < self.max_tokens,
+            f"max_new_tokens {self.max_new_tokens} must leave room for a prompt within max_tokens "
+            f"{self.max_tokens}",
+        )
+        _require_urls("urls", *self.urls)
+        _require_urls("control_urls", *self.control_urls)
+        _require(
+            not self.control_urls or len(self.urls) == 1,
+            "control_urls names the workers behind one router: give its address alone in urls",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +231,10 @@ class EvalConfig:
     final_questions: int = 0
     """Held-out questions of the first and the last evaluation; 0 takes all."""
 
+    def __post_init__(self) -> None:
+        """Refuse negative numbers."""
+        _require_least(self, 0, "every", "questions", "final_questions")
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
@@ -165,6 +245,10 @@ class MeshConfig:
     model: int = 1
     """Devices along which parameters are split."""
 
+    def __post_init__(self) -> None:
+        """Refuse an empty mesh."""
+        _require_least(self, 1, "data", "model")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -173,25 +257,29 @@ class RunConfig:
     task: Literal["search"] = "search"
     """What is trained on; chooses the defaults of everything else."""
     method: str = "copc"
-    """Row of copc_jax.methods.METHODS."""
+    """Row of copc_jax.methods.METHODS: copc, copc_no_rc, ppo and others; a wrong name lists all."""
     staleness: int = 16
-    """Largest lag, in learner updates, between the weights that sample a token and those that train on it; 0 is synchronous."""
+    """Largest lag, in learner updates, between the weights that sample a token and those that train
+    on it; 0 is synchronous."""
     staleness_mode: Literal["bounded", "exact"] = "bounded"
-    """"bounded": at most `staleness`; "exact": always `staleness` (after a ramp), for controlled experiments."""
+    """"bounded": at most `staleness`; "exact": always `staleness` (after a ramp), for controlled
+    experiments."""
     seed: int = 0
     """Seed of everything random: data order, sampling, initial weights."""
     updates: int = 300
     """Learner updates (batches)."""
-    batch_size: int = 32
+    batch_size: int = 64
     """Trajectories of one batch."""
     samples_per_prompt: int = 1
     """Trajectories sampled of each prompt; must divide `batch_size`."""
     critic_warmup_updates: int = 10
-    """First updates that train only the critic: return correction is inert until the critic explains something."""
+    """First updates that train only the critic: return correction is inert until the critic
+    explains something."""
     micro_batches: int = 8
-    """Slices of a batch that are accumulated one after another; slices without a token cost nothing."""
+    """Slices of a batch that are accumulated one after another; slices without a token are free."""
     truncated: Literal["terminal", "bootstrap"] = "terminal"
-    """What an episode that was cut by its budget is worth after the cut: nothing, or the critic's value."""
+    """What an episode that was cut by its budget is worth after the cut: nothing, or the critic's
+    value."""
     remat: bool = False
     """Recompute each layer in the backward pass: less memory for some 5% more time."""
     logprob_chunk: int | None = None
@@ -201,7 +289,7 @@ class RunConfig:
     run_dir: Path | None = None
     """Folder of this run; by default runs/<task>-<method>-s<staleness>-seed<seed>-<time>."""
     resume: Path | None = None
-    """Run folder to continue from its last complete checkpoint."""
+    """Run folder to continue from its last complete checkpoint, with its own configuration."""
     checkpoint_every: int = 50
     """Updates between checkpoints."""
     keep_checkpoints: int = 2
@@ -211,7 +299,8 @@ class RunConfig:
     cache_dir: Path = Path(".cache/copc_jax")
     """Folder of what is made once: tokenizer, warm start, compiled programs."""
     cpus: tuple[int, int] | None = None
-    """Cores that learner and embedded server are pinned to, for timing; none leaves it to the system."""
+    """Cores that learner and embedded server are pinned to, for timing; none leaves it to the
+    system."""
     actor: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(learning_rate=3e-4, warmup_updates=20)
     )
@@ -245,88 +334,112 @@ class RunConfig:
             self.staleness >= 0,
             f"staleness must be 0 (synchronous) or more learner updates, got {self.staleness}",
         )
-        for name in (
-            "updates",
-            "batch_size",
-            "samples_per_prompt",
-            "micro_batches",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "publish_every",
-        ):
-            _require(
-                getattr(self, name) >= 1, f"{name} must be 1 or more, got {getattr(self, name)}"
-            )
-        _require(
-            self.critic_warmup_updates >= 0,
-            f"critic_warmup_updates must be 0 or more, got {self.critic_warmup_updates}",
+        _require_least(
+            self,
+            1,
+            *("updates", "batch_size", "samples_per_prompt", "micro_batches"),
+            *("checkpoint_every", "keep_checkpoints", "publish_every"),
         )
+        _require_least(self, 0, "seed", "critic_warmup_updates")
+        if self.logprob_chunk is not None:
+            _require_least(self, 1, "logprob_chunk")
         _require(
             self.batch_size % self.samples_per_prompt == 0,
-            f"batch_size {self.batch_size} must be a multiple of samples_per_prompt {self.samples_per_prompt}",
+            f"batch_size {self.batch_size} must be a multiple of samples_per_prompt "
+            f"{self.samples_per_prompt}",
         )
         row = METHODS[self.method]
         _require(
             self.samples_per_prompt >= row.samples_per_prompt,
-            f"method {self.method} compares the samples of a prompt and needs samples_per_prompt of at least "
-            f"{row.samples_per_prompt}, got {self.samples_per_prompt}",
+            f"samples_per_prompt must be at least {row.samples_per_prompt} for method "
+            f"{self.method}, which compares the samples of a prompt; got {self.samples_per_prompt}",
+        )
+        most = row.max_samples_per_prompt
+        _require(
+            most is None or self.samples_per_prompt <= most,
+            f"samples_per_prompt must be at most {most} for method {self.method}, "
+            f"got {self.samples_per_prompt}",
         )
         pieces = row.minibatches * self.micro_batches * self.mesh.data
         _require(
             self.batch_size % pieces == 0,
-            f"batch_size {self.batch_size} must be a multiple of minibatches x micro_batches x mesh.data = "
-            f"{row.minibatches} x {self.micro_batches} x {self.mesh.data} = {pieces}",
+            f"batch_size {self.batch_size} must be a multiple of minibatches x micro_batches x "
+            f"mesh.data = {row.minibatches} x {self.micro_batches} x {self.mesh.data} = {pieces}",
+        )
+        # The newest published version may be that many updates behind the last update of a batch.
+        behind = self.publish_every * row.minibatches - 1
+        _require(
+            behind <= self.staleness,
+            f"staleness {self.staleness} must be at least publish_every x minibatches - 1 = "
+            f"{self.publish_every} x {row.minibatches} - 1 = {behind}: "
+            "otherwise no rollout is ever admitted",
         )
         _require(
-            self.rollout.temperature == 1.0,
-            f"rollout.temperature must be 1 in training (the behavior log-probs are the policy's own only there), "
-            f"got {self.rollout.temperature}",
+            self.staleness_mode == "bounded" or self.publish_every == 1,
+            f"publish_every must be 1 with staleness_mode exact, got {self.publish_every}",
         )
-        _require(
-            self.rollout.top_p == 1.0,
-            f"rollout.top_p must be 1 in training (a cut distribution is not the policy's), got {self.rollout.top_p}",
-        )
-        _require(
-            self.publish_every <= max(self.staleness, 1),
-            f"publish_every {self.publish_every} must not exceed staleness {self.staleness}: the run would wait for ever",
-        )
-        for url in (*self.rollout.urls, *self.rollout.control_urls):
+        if self.cpus is not None and hasattr(os, "sched_getaffinity"):
+            allowed = sorted(os.sched_getaffinity(0))
             _require(
-                url.startswith(("http://", "https://")),
-                f"rollout.urls must look like http://host:port, got {url!r}",
+                set(self.cpus) <= set(allowed),
+                f"cpus {self.cpus} must be among the cores of this process, {allowed}",
             )
 
 
-# Values of the paper stand beside each (math.md 0, 1.4, C.2.1; Table 5 is not available, so the rest are working values
-# found on the laptop task and listed as assumptions in README).
+# The paper's table of training settings is not public: all but the numbers of COPC itself are
+# working values found on the laptop task, and README lists them as assumptions.
 PRESETS: dict[str, RunConfig] = {
     "search": RunConfig(task="search"),
 }
 
 
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
-    """Read the command line: `--task` first, then everything else over that task's preset.
+    """Read the command line over the preset of `--task`, or over the saved run of `--resume`.
 
     Raises:
-        SystemExit: with status 2 and a message that names the field, on unknown flags and impossible values.
+        SystemExit: with status 2 and a message that names the field, on unknown flags and
+            impossible values; with status 0 after `--help`.
     """
-    task = "search"
+    folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
+    default = presets.get(task or "", next(iter(presets.values())))
+    if folder is not None:
+        default = _saved(Path(folder))
+    return tyro.cli(
+        RunConfig,
+        args=list(arguments),
+        default=default,
+        description="Train a language model with asynchronous off-policy RL.",
+        config=(tyro.conf.FlagConversionOff,),
+    )
+
+
+def refuse(message: object) -> NoReturn:
+    """End the program with one line that says what is wrong, and status 2, as for a wrong flag."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _flag(arguments: Sequence[str], name: str) -> str | None:
+    """The value of a flag that decides where all other defaults come from."""
+    value = None
     for index, argument in enumerate(arguments):
-        if argument == "--task" and index + 1 < len(arguments):
-            task = arguments[index + 1]
-        elif argument.startswith("--task="):
-            task = argument.removeprefix("--task=")
-    default = presets.get(task, next(iter(presets.values())))
+        if argument == name and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(name + "="):
+            value = argument.removeprefix(name + "=")
+    return value
+
+
+def _saved(folder: Path) -> RunConfig:
+    """The configuration of the run in `folder`."""
+    file = folder / CONFIG_FILE
     try:
-        return tyro.cli(
-            RunConfig,
-            args=list(arguments),
-            default=default,
-            description="Train a language model with asynchronous off-policy RL.",
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        saved = from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        refuse(f"--resume {folder}: no run is there ({file} does not exist)")
+    except (OSError, ValueError) as error:
+        refuse(f"--resume {folder}: {file} is not the configuration of a run: {error}")
+    return dataclasses.replace(saved, resume=None, run_dir=None)
 
 
 def to_json(config: RunConfig) -> str:
@@ -338,9 +451,11 @@ def from_json(text: str) -> RunConfig:
     """Read back what `to_json` wrote.
 
     Raises:
-        ValueError: for a key that this version does not know.
+        ValueError: no JSON object, a key that this version does not know, or a wrong value.
     """
-    return _build(RunConfig, json.loads(text), "")
+    values = json.loads(text)
+    _require(isinstance(values, dict), "a configuration is a JSON object")
+    return _build(RunConfig, values, "")
 
 
 def _build(kind: Any, values: dict[str, Any], path: str) -> Any:
@@ -354,7 +469,14 @@ def _build(kind: Any, values: dict[str, Any], path: str) -> Any:
     for name, value in values.items():
         old = getattr(default, name)
         if dataclasses.is_dataclass(old):
+            _require(isinstance(value, dict), f"{path}{name} must be an object, got {value!r}")
             value = _build(type(old), value, f"{path}{name}.")
+        elif type(old) in (bool, int, float, str) and value is not None:
+            number = type(old) is float and type(value) is int
+            _require(
+                number or type(value) is type(old),
+                f"{path}{name} must be of type {type(old).__name__}, got {value!r}",
+            )
         elif isinstance(value, list):
             value = tuple(value)
         elif name.endswith("_dir") or name == "resume":
