@@ -1,10 +1,10 @@
-"""Record the rollouts that a run holds at its last checkpoint, scored by the learner of that checkpoint.
+"""Record the rollouts that a run holds at its last checkpoint, scored by its learner.
 
     python experiments/record.py runs/<run> notebooks/data/rollouts.npz --count 192
 
-The checkpoint keeps every finished rollout that the learner has not trained on yet: with a staleness of s they were
-sampled by up to s + 1 different versions. Written are arrays of shape [count, time], as notebooks/staleness_and_ratios.py
-reads them.
+The checkpoint keeps every finished rollout that the learner has not trained on yet: with a
+staleness of s they were sampled by up to s + 1 different versions. Written are arrays of shape
+[count, time], as notebooks/staleness_and_ratios.py reads them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import assembly
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
-import assembly
 from copc_jax import data, model, sharding, staging
 from copc_jax.checkpoint import Checkpointer
 from copc_jax.config import from_json
@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         learner.init, jax.eval_shape(lambda key: model.init(key, parts.model), jax.random.key(0))
     )
     like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, learner.state_sharding
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        learner.state_sharding,
     )
     state, host = Checkpointer(options.run_dir / "checkpoints").restore(None, like)
     held = [
@@ -69,7 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
         for group in decode_state(host["collector"])["groups"]
         for fields in group["results"]
     ]
-    chosen = [held[i] for i in np.linspace(0, len(held) - 1, min(options.count, len(held))).astype(int)]
+    chosen = [
+        held[i] for i in np.linspace(0, len(held) - 1, min(options.count, len(held))).astype(int)
+    ]
     time = max(len(trajectory.token_ids) for trajectory in chosen)
     rows = [
         staging.pack(
@@ -97,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         value=np.asarray(targets.value),
         discount=np.asarray(batch.discount),
     )
-    print(f"{len(chosen)} of {len(held)} rollouts, {options.out.stat().st_size / 1024:.0f} KiB: {options.out}")
+    print(f"{len(chosen)} of {len(held)} rollouts: {options.out}")
 
 
 if __name__ == "__main__":
