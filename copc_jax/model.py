@@ -11,8 +11,9 @@ pass of the dense layers about 1.4 times faster on matrices than on [rows, time,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import flax.struct
@@ -312,9 +313,7 @@ def init(key: Array, config: ModelConfig, *, head: Head = "lm") -> Params:
     return unflatten({path: draw(path, spec) for path, spec in table.items()})
 
 
-def mimetic_init(
-    key: PRNGKeyArray | UInt32[Array, 2], config: ModelConfig, *, embed_offset: float = 0.1
-) -> Params:
+def mimetic_init(key: Array, config: ModelConfig, *, embed_offset: float = 0.1) -> Params:
     """Draw parameters from which a small model learns to read and copy several times sooner.
 
     To the usual draw it adds, per head, one orthonormal projection to both query and key, so that a
@@ -327,7 +326,8 @@ def mimetic_init(
         config: the model; heads * head_dim must not exceed hidden_size.
         embed_offset: size of the constant direction in each coordinate.
 
-    Source: Trockman and Kolter, "Mimetic Initialization of Self-Attention Layers", arXiv 2305.09828.
+    Source: Trockman and Kolter, "Mimetic Initialization of Self-Attention Layers", arXiv
+    2305.09828.
     """
     base, look, copy = jax.random.split(key, 3)
     params = init(base, config)
@@ -439,19 +439,73 @@ def _residual(layer: Params, config: ModelConfig, x: Array, attended: Array) -> 
 
 
 def _attention(
-    query: Float[Array, "rows time heads head_dim"],
-    key: Float[Array, "rows keys kv_heads head_dim"],
-    value: Float[Array, "rows keys kv_heads head_dim"],
-    allowed: Bool[Array, "rows time keys"],
-) -> Float[Array, "rows time heads head_dim"]:
-    """Grouped-query attention; scores and softmax are float32 whatever the inputs are."""
+    query: Float[Array, "n kv_heads queries head_dim"],
+    parts: Sequence[tuple[Array, Array, Array]],
+) -> Float[Array, "n kv_heads queries head_dim"]:
+    """Attend to sets of keys under one softmax; they are not joined, which would copy them.
+
+    A part is keys [n, kv_heads, head_dim, keys], values [n, kv_heads, keys, head_dim] and a mask
+    that broadcasts against [n, kv_heads, queries, keys]. Scores and softmax are float32 whatever
+    the inputs are.
+    """
+    dtype = query.dtype
+    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    scores = [
+        jnp.where(mask, multiply(query, key.astype(dtype)), _MASKED) for key, _, mask in parts
+    ]
+    top = functools.reduce(jnp.maximum, [part.max(axis=-1, keepdims=True) for part in scores])
+    top = jax.lax.stop_gradient(top)
+    weights = [jnp.exp(part - top) for part in scores]
+    total = functools.reduce(jnp.add, [part.sum(axis=-1, keepdims=True) for part in weights])
+    attended = [
+        multiply(weight.astype(dtype), value.astype(dtype))
+        for weight, (_, value, _) in zip(weights, parts, strict=True)
+    ]
+    return (functools.reduce(jnp.add, attended) / total).astype(dtype)
+
+
+def _group_queries(
+    query: Float[Array, "rows time heads head_dim"], kv_heads: int
+) -> Float[Array, "rows kv_heads queries head_dim"]:
+    """Gather the queries of a key-value head, head by head and then token by token, and scale."""
     rows, time, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(rows, time, kv_heads, heads // kv_heads, head_dim) * head_dim**-0.5
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(allowed[:, None, None], scores, _MASKED), axis=-1)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(value.dtype), value)
-    return out.reshape(query.shape)
+    query = query.reshape(rows, time, kv_heads, heads // kv_heads, head_dim)
+    query = query.transpose(0, 2, 3, 1, 4) * head_dim**-0.5
+    return query.reshape(rows, kv_heads, -1, head_dim)
+
+
+def _ungroup(
+    attended: Float[Array, "rows kv_heads queries head_dim"], time: int
+) -> Float[Array, "rows time heads_by_head_dim"]:
+    """Undo `_group_queries` and join the heads."""
+    rows, kv_heads, _, head_dim = attended.shape
+    attended = attended.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
+    return attended.reshape(rows, time, -1)
+
+
+def _causal_attention(
+    query: Float[Array, "rows time heads head_dim"],
+    key: Float[Array, "rows time kv_heads head_dim"],
+    value: Float[Array, "rows time kv_heads head_dim"],
+    segment_ids: Int[Array, "rows time"],
+) -> Float[Array, "rows time heads_by_head_dim"]:
+    """Attend within each segment to tokens at and before one's own."""
+    time, kv_heads = key.shape[1:3]
+    # Quarters of the queries, each against the keys up to its end: three eighths of the scores are
+    # never computed, which halves the time of attention on a CPU.
+    size = time // 4 if time % 4 == 0 and time >= 128 else time
+    key, value = key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+    index = jnp.arange(time)
+    attended = []
+    for start in range(0, time, size):
+        end = start + size
+        allowed = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
+        allowed &= (index[start:end, None] >= index[None, :end])[None]
+        allowed = jnp.tile(allowed, (1, query.shape[2] // kv_heads, 1))[:, None]
+        grouped = _group_queries(query[:, start:end], kv_heads)
+        part = _attention(grouped, [(key[..., :end], value[:, :, :end], allowed)])
+        attended.append(_ungroup(part, size))
+    return jnp.concatenate(attended, axis=1)
 
 
 # -------------------------------------------------------------------------------- training
@@ -487,13 +541,11 @@ def forward(
     """
     rows, time = token_ids.shape
     rotary = _rotary(config, positions.reshape(-1))
-    causal = jnp.tril(jnp.ones((time, time), bool))
-    allowed = (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal[None]
 
     def block(x: Array, layer: Params) -> tuple[Array, None]:
         heads = _query_key_value(layer, config, x, rotary)
         query, key, value = (y.reshape(rows, time, *y.shape[1:]) for y in heads)
-        attended = _attention(query, key, value, allowed)
+        attended = _causal_attention(query, key, value, segment_ids)
         return _residual(layer, config, x, attended.reshape(rows * time, -1)), None
 
     x = params["embed"][token_ids.reshape(-1)]
@@ -739,28 +791,20 @@ def _cached_forward(
     n, chunk = token_ids.shape
     attend = cache.length if attend is None else min(attend, cache.length)
     rotary = _rotary(config, positions.reshape(-1))
-    held = (jnp.arange(attend, dtype=start.dtype)[None] < start[:, None])[:, None, None, None]
-    causal = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None, None]
+    group = config.num_heads // config.num_kv_heads
+    held = (jnp.arange(attend, dtype=start.dtype)[None] < start[:, None])[:, None, None]
+    causal = jnp.tile(jnp.tril(jnp.ones((chunk, chunk), bool)), (group, 1))[None, None]
 
     def block(x: Array, scanned: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         layer, old_key, old_value = scanned
         if slot is not None:
             old_key, old_value = old_key[slot], old_value[slot]
-        old_key, old_value = old_key[..., :attend], old_value[:, :, :attend]
         heads = _query_key_value(layer, config, x, rotary)
         query, key, value = (y.reshape(n, chunk, *y.shape[1:]) for y in heads)
-        query = query.reshape(n, chunk, config.num_kv_heads, -1, config.head_dim)
-        query = query * config.head_dim**-0.5
-        # Old and new keys share one softmax; joining the scores is cheap, joining the keys is not.
-        wide = {"preferred_element_type": jnp.float32}
-        old_scores = jnp.einsum("ntkgh,nkhs->nkgts", query, old_key.astype(query.dtype), **wide)
-        new_scores = jnp.einsum("ntkgh,nskh->nkgts", query, key, **wide)
-        old_scores = jnp.where(held, old_scores, _MASKED)
-        new_scores = jnp.where(causal, new_scores, _MASKED)
-        weights = jax.nn.softmax(jnp.concatenate([old_scores, new_scores], axis=-1), axis=-1)
-        old_weights, new_weights = jnp.split(weights.astype(value.dtype), [attend], axis=-1)
-        attended = jnp.einsum("nkgts,nksh->ntkgh", old_weights, old_value.astype(value.dtype))
-        attended = attended + jnp.einsum("nkgts,nskh->ntkgh", new_weights, value)
+        parts = [(key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), causal)]
+        if attend:
+            parts.append((old_key[..., :attend], old_value[:, :, :attend], held))
+        attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), chunk)
         return _residual(layer, config, x, attended.reshape(n * chunk, -1)), (key, value)
 
     x = params["embed"][token_ids.reshape(-1)]

@@ -167,6 +167,26 @@ def test_remat_and_unrolling_change_nothing(options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), plain, other)
 
 
+def test_quarters_of_a_long_row_give_what_the_whole_row_gives():
+    # 128 tokens are attended in quarters, 127 are not.
+    params, segments = random_params(LLAMA), [draw(1, 45), draw(2, 60), draw(3, 20)]
+
+    @jax.jit
+    def step(params, *batch):
+        def loss(params):
+            hidden = model.forward(params, LLAMA, *batch)
+            score = model.token_logprob(params, LLAMA, hidden, *batch[:2])
+            return score.sum(), score
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    whole, quarters = (step(params, *rows(*segments, time=time)) for time in (127, 128))
+    np.testing.assert_allclose(quarters[1][:, :127], whole[1], atol=1e-4)
+    for path, leaf in model.flatten(quarters[0]).items():
+        expected = model.flatten(whole[0])[path]
+        np.testing.assert_allclose(leaf, expected, atol=1e-4 * np.abs(expected).max())
+
+
 def test_a_packed_segment_equals_the_segment_alone_and_ignores_its_neighbor():
     params, first, second = random_params(LLAMA), draw(3, 6), draw(4, 7)
 
@@ -343,6 +363,24 @@ def test_init_draws_what_the_table_says_and_leaves_do_not_depend_on_each_other()
     critic = model.flatten(model.init(jax.random.key(3), LLAMA, head="value"))
     np.testing.assert_array_equal(critic["layers", "gate"], params["layers", "gate"])
     assert np.abs(params["layers", "gate"] - params["layers", "up"]).max() > 0.1
+
+
+def test_a_mimetic_start_looks_at_like_tokens_and_copies_them():
+    config = dataclasses.replace(LLAMA, hidden_size=64, head_dim=16)
+    params = model.mimetic_init(jax.random.key(0), config)
+    shapes = {path: leaf.shape for path, leaf in model.flatten(params).items()}
+    table = model.parameter_table(config)
+    assert shapes == {path: spec.shape for path, spec in table.items()}
+    layers = jax.tree.map(lambda leaf: np.asarray(leaf[1]), params["layers"])
+    query = layers["query"].reshape(64, 4, 16)
+    key, value = (np.repeat(layers[x].reshape(64, 2, 16), 2, axis=1) for x in ("key", "value"))
+    output = layers["attention_output"].reshape(4, 16, 64)
+    for head in range(4):
+        looking = query[:, head] @ key[:, head].T
+        copying = value[:, head] @ output[head]
+        assert np.trace(looking) > 8 and np.trace(copying) > 8
+    with pytest.raises(ValueError, match="hidden_size"):
+        model.mimetic_init(jax.random.key(0), dataclasses.replace(LLAMA, head_dim=10))
 
 
 def test_a_tied_head_is_one_leaf_that_gets_both_gradients():
