@@ -96,16 +96,19 @@ class Api:
     def __init__(self, url):
         self.address = urllib.parse.urlsplit(url).netloc
 
-    def request(self, method, path, body=None, raw=None, timeout=60.0):
+    def connect(self):
+        # Long enough for a program that compiles at its first use on a busy machine.
+        return contextlib.closing(http.client.HTTPConnection(self.address, timeout=200.0))
+
+    def request(self, method, path, body=None, raw=None, content_type=None):
         """Give status, content type and text."""
-        connection = http.client.HTTPConnection(self.address, timeout=timeout)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        connection.request(method, path, raw if body is None else json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        content_type = response.getheader("Content-Type")
-        connection.close()
-        return response.status, content_type, text
+        if body is not None:
+            raw, content_type = json.dumps(body), "application/json"
+        headers = {"Content-Type": content_type} if content_type else {}
+        with self.connect() as connection:
+            connection.request(method, path, raw, headers)
+            response = connection.getresponse()
+            return response.status, response.getheader("Content-Type"), response.read().decode()
 
     def post(self, path, body, status=200):
         got, _, text = self.request("POST", path, body)
@@ -123,24 +126,19 @@ class Api:
 
     def stream(self, prompt=PROMPT, *, body=None, **sampling):
         """Yield the events of a stream as they come, without the closing [DONE]."""
-        connection = http.client.HTTPConnection(self.address, timeout=60.0)
         body = {"input_ids": prompt, "return_logprob": True, "stream": True, **(body or {})}
         body["sampling_params"] = sampling
-        connection.request(
-            "POST", "/generate", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        assert response.status == 200
-        assert response.getheader("Content-Type", "").startswith("text/event-stream")
-        try:
-            for line in response:
-                if line.strip() == b"data: [DONE]":
-                    return
-                if line.strip():
-                    yield json.loads(line.removeprefix(b"data: "))
-        finally:
-            response.close()
-            connection.close()
+        headers = {"Content-Type": "application/json"}
+        with self.connect() as connection:
+            connection.request("POST", "/generate", json.dumps(body), headers)
+            with contextlib.closing(connection.getresponse()) as response:
+                assert response.status == 200
+                assert response.getheader("Content-Type", "").startswith("text/event-stream")
+                for line in response:
+                    if line.strip() == b"data: [DONE]":
+                        return
+                    if line.strip():
+                        yield json.loads(line.removeprefix(b"data: "))
 
     def state(self):
         return self.get("/server_info")["internal_states"][0]
@@ -600,12 +598,11 @@ def test_name_in_flight_is_refused_and_free_afterwards(api):
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_goes_away_stops_its_request(api, stream):
     before = api.state()["requests_aborted"]
-    connection = http.client.HTTPConnection(api.address)
     body = {"input_ids": PROMPT, "sampling_params": LONG, "stream": stream}
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/generate", json.dumps(body), headers)
-    api.wait_until(lambda state: state["running"] == 1)
-    connection.close()
+    with api.connect() as connection:
+        connection.request("POST", "/generate", json.dumps(body), headers)
+        api.wait_until(lambda state: state["running"] == 1)
     api.wait_until(lambda state: state["running"] == 0)
     assert api.state()["requests_aborted"] == before + 1
 
@@ -890,12 +887,9 @@ def test_null_and_unknown_top_level_fields_are_no_error(api):
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"3", b""])
 def test_body_that_is_no_object_is_refused_as_such(api, raw):
-    connection = http.client.HTTPConnection(api.address)
-    connection.request("POST", "/generate", raw, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    error = json.loads(response.read())
-    connection.close()
-    assert (response.status, error["object"], error["code"]) == (400, "error", 400)
+    status, _, text = api.request("POST", "/generate", raw=raw, content_type="application/json")
+    error = json.loads(text)
+    assert (status, error["object"], error["code"]) == (400, "error", 400)
 
 
 # ------------------------------------------------------------------------------------ process
