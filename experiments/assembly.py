@@ -1,8 +1,9 @@
-"""The parts of a run, built from its configuration: corpus, tokenizer, task, server. The commands beside it share them."""
+"""The parts of a run, built from its configuration; the commands beside it share them."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,12 +36,14 @@ class Parts:
 
 
 def prepare_process(config: RunConfig, core: int | None = None) -> None:
-    """Keep compiled programs between runs, and pin this process when the configuration asks for it.
+    """Keep compiled programs between runs, and pin this process when the configuration asks.
 
-    Pinning must come before the first use of JAX: the size of its thread pool follows the allowed cores.
+    Pinning must come before the first use of JAX: the size of its thread pool follows the cores.
     """
-    if core is not None:
+    if core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
+    # orbax reports every step of every save at the level of warnings.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     cache = compiled_programs(config)
     cache.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -53,7 +56,7 @@ def compiled_programs(config: RunConfig) -> Path:
 
 
 def build(config: RunConfig) -> Parts:
-    """Build corpus, questions, retriever, tokenizer and task; the same configuration gives the same parts.
+    """Build corpus, questions, retriever, tokenizer and task, the same from the same configuration.
 
     Raises:
         ValueError: an HF folder that does not hold a model and a tokenizer.
@@ -99,7 +102,7 @@ def build(config: RunConfig) -> Parts:
 
 
 def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | None:
-    """Start the rollout server that the configuration asks for; None when it names servers that run already."""
+    """Start the rollout server that the configuration asks for; None when it names running ones."""
     if config.rollout.urls:
         return None
     if config.rollout.launch == "sglang":

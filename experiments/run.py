@@ -2,21 +2,25 @@
 
     python experiments/run.py --task=search --staleness=64
 
-builds the task's data, warms a small model up on demonstrations (cached), starts the embedded rollout server, trains,
-evaluates on held-out questions before, during and after, and writes everything that there is to see into the run
-folder, whose path it prints. `--help` explains every setting.
+builds the task's data, warms a small model up on demonstrations (cached), starts the embedded
+rollout server, trains, evaluates on held-out questions before, during and after, and writes
+everything that there is to see into the run folder, whose path it prints. `--help` explains every
+setting.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import json
 import shutil
 import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,50 +29,81 @@ import assembly
 import evaluate
 import jax
 import numpy as np
+import psutil
 import sft
 
-from copc_jax import data, hf, metrics, sharding, staging
+from copc_jax import data, hf, metrics, model, sharding, staging
 from copc_jax.analysis import finish
-from copc_jax.checkpoint import Checkpointer, abstract
-from copc_jax.config import RunConfig, parse, to_dict, to_json
+from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
+from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import SamplingParams
+from copc_jax.rollout.client import RolloutError, SamplingParams
 from copc_jax.rollout.collector import Collector, decode_state, encode_state
 from copc_jax.rollout.episode import render, run_episode
-from copc_jax.rollout.launch import ServerProcess
+from copc_jax.rollout.launch import LaunchError, ServerProcess
+from copc_jax.tools.retriever import HttpRetriever, RetrieverError
 from copc_jax.types import Batch, Prompt, Trajectory
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
-    "updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints", "eval", "cpus",
-    "rollout.urls", "rollout.control_urls", "rollout.launch", "rollout.sglang_python", "rollout.slots",
-    "rollout.timeout_seconds", "rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight",
-    "mesh",
-)  # fmt: skip
+    *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
+    *("eval", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
+    *("rollout.sglang_python", "rollout.slots", "rollout.timeout_seconds"),
+    *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
+)
+# What a wrong setting, folder or address makes of a start: one line, no traceback.
+_START_ERRORS = (
+    LaunchError,
+    RolloutError,
+    RetrieverError,
+    CheckpointError,
+    FileExistsError,
+    ValueError,
+)
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Run one configuration to its end and return the run folder."""
+    """Run one configuration to its end and return the run folder.
+
+    Raises:
+        SystemExit: 2 when the run cannot start, 130 after Ctrl-C or SIGTERM.
+    """
+    started = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else arguments
     config = parse(arguments)
     run_dir = config.resume or config.run_dir or _new_run_dir(config)
-    with _terminable():
-        assembly.prepare_process(config, config.cpus[0] if config.cpus else None)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        print(f"run folder: {run_dir}", flush=True)
-        with Run(config, run_dir, " ".join(arguments)) as run:
+    try:
+        with _Interrupts() as interrupts, contextlib.ExitStack() as stack:
+            try:
+                assembly.prepare_process(config, config.cpus[0] if config.cpus else None)
+                run_dir.mkdir(parents=True, exist_ok=True)
+                print(f"run folder: {run_dir}", flush=True)
+                run = Run(config, run_dir, " ".join(arguments), interrupts, started)
+                stack.enter_context(run)
+            except _START_ERRORS as error:
+                refuse(error)
             run.train()
-        report = metrics.report(run_dir)
-        print(f"report: {report}")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print(f"report: {metrics.report(run_dir)}")
+    print(f"{time.monotonic() - started:.0f} s in all")
     return run_dir
 
 
 class Run:
     """One training run: owns the processes, threads and files, and holds no mathematics."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, command: str):
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        command: str,
+        interrupts: _Interrupts,
+        started: float,
+    ):
         self.config, self.run_dir, self.command = config, run_dir, command
+        self._interrupts, self._started = interrupts, started
         self.method = METHODS[config.method]
         self._stack = contextlib.ExitStack()
 
@@ -88,32 +123,37 @@ class Run:
         checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
         resumed = self._resumed_step(checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
-        (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
-        if resumed is None:
-            (run_dir / metrics.COMMAND_FILE).write_text(f"experiments/run.py {self.command}\n")
+        if resumed is None and (run_dir / metrics.METRICS_FILE).exists():
+            raise FileExistsError(f"{run_dir} holds another run: --resume it, or name another one")
+        weights = run_dir / "weights"
+        # Those of an earlier process too; left last, when no server reads them any more.
+        shutil.rmtree(weights, ignore_errors=True)
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
+        print("building corpus, questions and tokenizer", flush=True)
         self.parts = assembly.build(config)
-        folder = sft.warm_start(config, self.parts)
         self.learner = self._build_learner()
+        host: dict[str, Any] = {}
         if resumed is None:
+            folder = sft.warm_start(config, self.parts)
             actor, _ = hf.load_hf(folder)
             self.state = self.learner.init(actor)
-            host: dict[str, Any] = {}
         else:
-            like = abstract(
-                jax.tree.map(
-                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                    jax.eval_shape(self.learner.init, hf.load_hf(folder)[0]),
-                    self.learner.state_sharding,
-                )
-            )
-            self.state, host = checkpoints.restore(
-                resumed, like, config=to_dict(config), may_differ=MAY_DIFFER
-            )
+            self.state, host = self._restore(checkpoints, resumed)
+            # What a server starts with, and again after it died; the warm start may be gone.
+            folder = run_dir / "weights" / "start"
+            self._export(folder)
             print(f"resumed from update {resumed}", flush=True)
+        # Only now: a refused resume must not replace the configuration of the run.
+        (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
+        if resumed is None:
+            command = f"python experiments/run.py {self.command}\n"
+            (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
         self.batches = host.get("run", {}).get("batches", 0)
+        self._first = True
 
+        self._step = self._compile_step(stack)
         self.server = self._start_server(stack, folder)
         self.collector = self._start_collector(stack, host)
         self.log = stack.enter_context(
@@ -121,6 +161,43 @@ class Run:
         )
         self._weights: list[Path] = []
         self._generator = _Accounts(self.collector.metrics)
+        self._usage = _Usage(self.server)
+
+    def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
+        config = self.config
+        shapes = jax.eval_shape(
+            self.learner.init,
+            jax.eval_shape(lambda key: model.init(key, self.parts.model), jax.random.key(0)),
+        )
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.learner.state_sharding,
+        )
+        # A decaying learning rate depends on the length of the run.
+        decays = {config.actor.schedule, config.critic.schedule} != {"constant"}
+        may_differ = [name for name in MAY_DIFFER if not (decays and name == "updates")]
+        return checkpoints.restore(step, like, config=to_dict(config), may_differ=may_differ)
+
+    def _compile_step(self, stack: contextlib.ExitStack) -> concurrent.futures.Future[Any]:
+        """Compile the learner's step in the background, while the server starts and evaluates."""
+        shape = (self.config.batch_size, self.config.rollout.max_tokens)
+        integers = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.learner.batch_sharding)
+        floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=self.learner.batch_sharding)
+        batch = Batch(
+            token_ids=integers,
+            segment_ids=integers,
+            positions=integers,
+            is_action=jax.ShapeDtypeStruct(shape, np.bool_, sharding=self.learner.batch_sharding),
+            behavior_logprob=floats,
+            reward=floats,
+            discount=floats,
+            weight_version=integers,
+        )  # pyright: ignore[reportArgumentType]
+        state = abstract(self.state)
+        worker = concurrent.futures.ThreadPoolExecutor(1, "compile")
+        stack.callback(worker.shutdown, wait=False, cancel_futures=True)
+        return worker.submit(lambda: self.learner.step.lower(state, batch).compile())  # pyright: ignore[reportFunctionMemberAccess]
 
     @property
     def _last_version(self) -> int:
@@ -131,8 +208,8 @@ class Run:
             return None
         step = checkpoints.latest()
         if step is None:
-            raise SystemExit(
-                f"error: --resume {self.config.resume}: this folder holds no complete checkpoint"
+            raise CheckpointError(
+                f"--resume {self.config.resume}: this folder holds no complete checkpoint"
             )
         return step
 
@@ -211,32 +288,43 @@ class Run:
             collector.restore(decode_state(host["collector"]))
         stack.enter_context(collector)
         collector.enter(self.client)
-        collector.call(self.client.check(wait_s=30.0))
+        collector.call(self.client.check(wait_s=5.0))
+        retriever = self.parts.retriever
+        if isinstance(retriever, HttpRetriever):
+            collector.enter(retriever)
+            collector.call(retriever.search(["capital"], 1))
         return collector
 
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
-        config = self.config
         self._publish()
-        if self.version == 0:
+        self.collector.wait_published()
+        if self.log.last_step < 0:
             self.log.log(0, self._evaluate(final=True))
         try:
             while self.version < self._last_version:
                 self._update()
         except KeyboardInterrupt:
             self._say(f"stopped at update {self.version}, saving a checkpoint")
+            # In mode "exact" what is in flight must belong to the version in the checkpoint.
+            if self._number(self._weights[-1]) < self.version:
+                self._publish()
             self._save()
             self.checkpoints.wait()
             self._say(f"continue with --resume {self.run_dir}")
-            raise SystemExit(130) from None
+            raise
         self._save()
+        self._export(self.run_dir / "model")
+        self._say(f"trained model: {self.run_dir / 'model'}")
+
+    def _export(self, folder: Path) -> None:
+        """Write the actor as an HF folder that servers and evaluate.py take."""
         hf.save_hf(
-            self.run_dir / "model",
+            folder,
             self.state.actor,
             self.parts.model,
             tokenizer_json=self.parts.tokenizer.to_str(),
         )
-        self._say(f"trained model: {self.run_dir / 'model'}")
 
     def _update(self) -> None:
         config, clock = self.config, _Clock()
@@ -248,11 +336,18 @@ class Run:
         batch, packed = self._pack(trajectories)
         lag = staging.staleness_stats(trajectories, self.version)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
-        self.state, result = self.learner.step(self.state, device_batch)
-        values = finish(result)
-        self.version += self.method.minibatches
-        self.batches += 1
+        step = self._step.result()
+        # The step donates the state: between the two there is nothing that could be saved.
+        with self._interrupts.held():
+            self.state, result = step(self.state, device_batch)
+            values = finish(result)
+            self.version += self.method.minibatches
+            self.batches += 1
         clock.lap("learner/seconds")
+        if self._first:
+            self._first = False
+            self._say(f"first update after {time.monotonic() - self._started:.0f} s")
+        self.checkpoints.check()
 
         last = self.version >= self._last_version
         if self.batches % config.publish_every == 0 or last:
@@ -272,12 +367,14 @@ class Run:
                 values[name] = values.get(name, 0.0) + len(prompts)
         every = config.eval.every
         if last or (every and self.batches % every == 0):
+            if last:
+                self.collector.wait_published()
             values |= self._evaluate(final=last)
         clock.lap("learner/eval_seconds")
         if self.batches % config.checkpoint_every == 0 and not last:
             self._save()
         clock.lap("learner/checkpoint_seconds")
-        values |= clock.laps | self._generator.since_last()
+        values |= clock.laps | self._generator.since_last() | self._usage.since_last()
         self.log.log(self.version, values, self._histograms(batch, trajectories))
         for trajectory in trajectories[:1]:
             self.log.episode(
@@ -312,7 +409,7 @@ class Run:
         return batch, [stats for _, stats in packed]
 
     def _publish(self) -> None:
-        """Write the actor's weights and hand them to the servers; older folders that nobody reads go."""
+        """Write the actor's weights and hand them to the servers; folders that nobody reads go."""
         folder = self.run_dir / "weights" / f"v{self.version:06d}"
         hf.save_hf(folder, self.state.actor, self.parts.model)
         self.collector.publish(folder.resolve(), self.version)
@@ -398,6 +495,47 @@ class _Accounts:
         }
 
 
+class _Usage:
+    """Processor time and memory of the learner and of the server that it started."""
+
+    def __init__(self, server: ServerProcess | None) -> None:
+        self._server = server
+        self._learner = psutil.Process()
+        self._last, self._time = self._read()[0], time.monotonic()
+
+    def since_last(self) -> dict[str, float]:
+        """Seconds of work a second (1 is one core) since the last line of the log, memory now."""
+        (now, memory), moment = self._read(), time.monotonic()
+        seconds = max(moment - self._time, 1e-9)
+        # A server that was started again begins at 0.
+        values = {
+            name: max(now[name] - self._last[name], 0.0) / seconds
+            for name in now
+            if name in self._last
+        }
+        self._last, self._time = now, moment
+        return values | {"memory/rss_mb": memory / 2**20}
+
+    def _read(self) -> tuple[dict[str, float], float]:
+        times = self._learner.cpu_times()
+        used = {"learner/cpu_fraction": times.user + times.system}
+        memory = float(self._learner.memory_info().rss)
+        if self._server is None:
+            return used, memory
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._server.process.pid)
+            memory += process.memory_info().rss
+            times = process.cpu_times()
+            used["rollout/cpu_fraction"] = times.user + times.system
+        # A server that is starting again, or SGLang, does not tell.
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            url = f"{self._server.url}/server_info"
+            with urllib.request.urlopen(url, timeout=2.0) as answer:
+                busy = json.load(answer)["internal_states"][0]["busy_seconds"]
+            used["rollout/engine_busy_fraction"] = float(busy)
+        return used, memory
+
+
 def _varied(group: list[Trajectory]) -> bool:
     """Whether the rewards of a group differ: DAPO's dynamic sampling keeps only such groups."""
     return len({trajectory.reward for trajectory in group}) > 1
@@ -440,21 +578,41 @@ def _watch(server: ServerProcess, say: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat a scheduler's SIGTERM as Ctrl-C, so that both leave a checkpoint."""
+class _Interrupts:
+    """Ctrl-C, and a scheduler's SIGTERM as the same; both can be held off for a moment."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self._held = self._pending = False
+        self._before: dict[int, Any] = {}
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> _Interrupts:
+        # Only the main thread may set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let what is inside finish, and interrupt after it."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _interrupt(self, *_: object) -> None:
+        if self._held:
+            self._pending = True
+        else:
+            raise KeyboardInterrupt
 
 
 def _new_run_dir(config: RunConfig) -> Path:
