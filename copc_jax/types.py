@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Batches are packed by numpy on the host and placed on devices afterwards.
-Array = jax.Array | np.ndarray
+# Batches are packed by numpy on the host and placed on devices afterwards; a program is compiled for the shapes alone.
+Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["done", "truncated", "aborted"]

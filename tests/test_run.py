@@ -1,0 +1,276 @@
+"""Whole runs through the command: a real embedded server, a tiny model, kills and resumes."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import evaluate
+import numpy as np
+import psutil
+import pytest
+import run
+
+from copc_jax import hf
+from copc_jax.metrics import read_metrics
+
+EXPERIMENTS = pathlib.Path(run.__file__).parent
+TINY = [
+    "--task=search",
+    "--batch-size=8",
+    "--micro-batches=2",
+    "--critic-warmup-updates=1",
+    "--sft.updates=3",
+    "--sft.demonstrations=200",
+    "--tiny.vocab-size=1024",
+    "--tiny.hidden-size=32",
+    "--tiny.intermediate-size=32",
+    "--tiny.num-layers=1",
+    "--tiny.num-heads=2",
+    "--tiny.num-kv-heads=1",
+    "--eval.questions=4",
+    "--eval.final-questions=4",
+    "--rollout.slots=8",
+    "--rollout.max-in-flight=8",
+]
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Warm start and compiled programs, shared by all runs of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def arguments(cache, run_dir, *more):
+    return [*TINY, f"--cache-dir={cache}", f"--run-dir={run_dir}", *more]
+
+
+def command(*args):
+    return [sys.executable, str(EXPERIMENTS / "run.py"), *map(str, args)]
+
+
+def losses(run_dir):
+    return {row["step"]: row["actor/loss"] for row in read_metrics(run_dir) if "actor/loss" in row}
+
+
+@pytest.fixture(scope="module")
+def synchronous(cache, tmp_path_factory):
+    """Four synchronous updates without any disturbance."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    done = subprocess.run(
+        command(*arguments(cache, run_dir, "--staleness=0", "--updates=4", "--checkpoint-every=2")),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def test_a_run_leaves_everything_that_a_person_is_promised(synchronous):
+    for name in (
+        "config.json",
+        "command.txt",
+        "metrics.jsonl",
+        "episodes.txt",
+        "report.md",
+        "curves.png",
+        "lag.png",
+        "time.png",
+        "model/config.json",
+        "model/tokenizer.json",
+        "server.log",
+    ):
+        assert (synchronous / name).stat().st_size > 0, name
+    assert list((synchronous / "tensorboard").iterdir())
+    assert list((synchronous / "checkpoints").iterdir())
+    params, config = hf.load_hf(synchronous / "model")
+    assert config.hidden_size == 32 and np.isfinite(np.asarray(params["embed"])).all()
+    rows = read_metrics(synchronous)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {"eval/em", "eval/em_low", "eval/em_high"} <= rows[0].keys() & rows[-1].keys()
+    for name in (
+        "reward/mean",
+        "lag/histogram",
+        "coupling/effective_sample_size",
+        "coupling/mask_kept",
+        "coupling/rho",
+        "coupling/correction",
+        "coupling/sign_flip",
+        "coupling/log_ratio_std",
+        "actor/kl",
+        "critic/loss",
+        "learner/seconds",
+        "learner/wait_seconds",
+        "rollout/busy_fraction",
+        "memory/rss_mb",
+    ):
+        assert name in rows[-1], name
+
+
+def test_staleness_zero_is_synchronous_and_on_policy(synchronous):
+    for row in read_metrics(synchronous)[1:]:
+        assert row["lag/max"] == 0
+        # Server and learner compute the same log-probs: the acceptance test of math.md 5.1.
+        assert row["coupling/ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert row["coupling/log_ratio_std"] < 0.05
+        assert row["coupling/mask_kept"] > 0.995
+
+
+def test_a_killed_run_resumes_with_the_same_prompts_and_losses(synchronous, cache, tmp_path):
+    run_dir = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(*arguments(cache, run_dir, "--staleness=0", "--updates=4", "--checkpoint-every=2")),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not any((run_dir / "checkpoints").glob("2")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    done = subprocess.run(
+        command(f"--resume={run_dir}"), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from update 2" in done.stdout
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
+    assert losses(run_dir) == pytest.approx(losses(synchronous), abs=1e-6)
+    same = ("reward/mean", "batch/tokens", "actor/learning_rate", "critic/learning_rate")
+    for ours, theirs in zip(read_metrics(run_dir), read_metrics(synchronous), strict=True):
+        for name in same:
+            assert ours.get(name) == theirs.get(name), (ours["step"], name)
+
+
+def test_exact_staleness_is_exact_after_the_ramp(cache, tmp_path):
+    run_dir = run.main(
+        arguments(
+            cache, tmp_path / "exact", "--staleness=2", "--staleness-mode=exact", "--updates=5"
+        )
+    )
+    assert [row["lag/max"] for row in read_metrics(run_dir)[1:]] == [0, 1, 2, 2, 2]
+    assert [row["lag/mean"] for row in read_metrics(run_dir)[1:]] == [0, 1, 2, 2, 2]
+
+
+def test_evaluate_takes_the_model_of_a_run(synchronous, cache):
+    result = evaluate.main(
+        [
+            "--task=search",
+            f"--model={synchronous / 'model'}",
+            f"--cache-dir={cache}",
+            "--eval.final-questions=6",
+            "--rollout.slots=8",
+        ]
+    )
+    assert result["count"] == 6 and 0 <= result["em_low"] <= result["em"] <= result["em_high"] <= 1
+
+
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(cache, tmp_path):
+    run_dir = tmp_path / "interrupted"
+    process = subprocess.Popen(
+        command(*arguments(cache, run_dir, "--staleness=4", "--updates=2000")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while len(read_metrics(run_dir)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert f"--resume {run_dir}" in output or f"--resume={run_dir}" in output
+    steps = [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+    assert max(steps) >= 2
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_a_killed_server_is_started_again_with_the_right_weights(cache, tmp_path):
+    run_dir = tmp_path / "server"
+    process = subprocess.Popen(
+        command(*arguments(cache, run_dir, "--staleness=1", "--updates=40", "--eval.every=0")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while len(read_metrics(run_dir)) < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    servers = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "copc_jax.rollout.server" in " ".join(child.cmdline())
+    ]
+    os.kill(servers[0].pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "starting it again" in output
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(41))
+    # Bounded as before, and no token of the weights that the server was first started with.
+    assert max(row["lag/max"] for row in rows[1:]) <= 1
+    assert all(abs(row["coupling/log_ratio"]) < 0.5 for row in rows[1:])
+
+
+@pytest.mark.parametrize("kind", ["closed", "not SGLang"])
+def test_a_wrong_server_address_is_refused_at_the_start(kind, cache, tmp_path, synchronous):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        web = None
+        if kind == "closed":
+            listener.close()
+        else:
+            listener.close()
+            web = subprocess.Popen(
+                [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            time.sleep(1.0)
+        try:
+            done = subprocess.run(
+                command(
+                    *arguments(
+                        cache,
+                        tmp_path / "refused",
+                        "--staleness=0",
+                        f"--rollout.urls=http://127.0.0.1:{port}",
+                    )
+                ),
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+        finally:
+            if web is not None:
+                web.kill()
+                web.wait()
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"127.0.0.1:{port}" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_resuming_what_is_no_run_is_refused_in_one_line(tmp_path):
+    done = subprocess.run(
+        command(f"--resume={tmp_path / 'nothing'}"), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert "nothing" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+def test_the_saved_configuration_is_resolved(synchronous):
+    saved = json.loads((synchronous / "config.json").read_text())
+    assert saved["staleness"] == 0 and saved["loss"]["eta_policy"] == 0.5
