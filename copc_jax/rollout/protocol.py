@@ -100,7 +100,11 @@ def _string(value: Any) -> str:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(_integer(item) for item in _check(value, lambda x: isinstance(x, list), "a list"))
+    items = _check(value, lambda x: isinstance(x, list), "a list")
+    # Prompts are long, and nearly always right: look at each item only to name the wrong one.
+    if set(map(type, items)) - {int}:
+        items = [_integer(item) for item in items]
+    return tuple(items)
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -356,13 +360,14 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[np.ndarray],
         raise semantic_error(f"{name} cannot be empty.")
     prompts = []
     for ids in lists:
-        for token in _integers(ids):
+        tokens = _integers(ids)
+        for token in (min(tokens), max(tokens)):
             if not 0 <= token < limits.vocab_size:
                 raise semantic_error(
                     f"input_ids holds {token}, which is outside the vocabulary "
                     f"[0, {limits.vocab_size})."
                 )
-        prompts.append(np.array(ids, np.int32))
+        prompts.append(np.array(tokens, np.int32))
     return prompts, is_batch
 
 
