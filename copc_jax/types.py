@@ -89,27 +89,31 @@ class Trajectory:
 
 @flax.struct.dataclass
 class Batch:
-    """Packed trajectories, the learner's input. Segment 0 is padding; segments count from 1 in each row."""
+    """Packed trajectories, the learner's input.
 
-    token_ids: Int[Array, "rows time"]
-    segment_ids: Int[Array, "rows time"]
-    positions: Int[Array, "rows time"]
-    is_action: Bool[Array, "rows time"]
-    behavior_logprob: Float[Array, "rows time"]
-    reward: Float[Array, "rows time"]
-    discount: Float[Array, "rows time"]
-    weight_version: Int[Array, "rows time"]
+    Segment 0 is padding; segments count from 1 in each row. `pieces` is there only inside the learner, which cuts rows
+    into micro-batches.
+    """
+
+    token_ids: Int[Array, "*pieces rows time"]
+    segment_ids: Int[Array, "*pieces rows time"]
+    positions: Int[Array, "*pieces rows time"]
+    is_action: Bool[Array, "*pieces rows time"]
+    behavior_logprob: Float[Array, "*pieces rows time"]
+    reward: Float[Array, "*pieces rows time"]
+    discount: Float[Array, "*pieces rows time"]
+    weight_version: Int[Array, "*pieces rows time"]
 
 
 @flax.struct.dataclass
 class Targets:
     """Frozen pre-update quantities: the update differentiates none of them."""
 
-    policy_logprob: Float[Array, "rows time"]
-    value: Float[Array, "rows time"]
-    ratio: Float[Array, "rows time"]
-    advantage: Float[Array, "rows time"]
-    value_target: Float[Array, "rows time"]
+    policy_logprob: Float[Array, "*pieces rows time"]
+    value: Float[Array, "*pieces rows time"]
+    ratio: Float[Array, "*pieces rows time"]
+    advantage: Float[Array, "*pieces rows time"]
+    value_target: Float[Array, "*pieces rows time"]
 
 
 @flax.struct.dataclass
