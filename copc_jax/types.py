@@ -1,22 +1,27 @@
 """The records that flow from prompts to updates.
 
-Host records are frozen dataclasses of numpy arrays; device records are pytrees. Time is the last axis, and index `t` is
-the token being predicted: `policy_logprob[t]` is of `token_ids[t]` given what stands before it, `value[t]` is V of that
-prefix. `is_action` is True on tokens that the policy sampled; prompt, tool text and padding are False.
+Host records are frozen dataclasses of numpy arrays; device records are pytrees. Time is the last
+axis, and index `t` is the token being predicted: `policy_logprob[t]` is of `token_ids[t]` given
+what stands before it, `value[t]` is V of that prefix. `is_action` is True on tokens that the policy
+sampled; prompt, tool text and padding are False.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.struct
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Batches are packed by numpy on the host and placed on devices afterwards; a program is compiled for the shapes alone.
-Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+if TYPE_CHECKING:
+    Array = Any
+else:
+    # Batches are packed by numpy on the host and placed on devices afterwards; a program is
+    # compiled from shapes alone.
+    Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 Finish = Literal["stop", "length", "abort"]
 Status = Literal["done", "truncated", "aborted"]
@@ -48,7 +53,8 @@ class Generation:
     Attributes:
         token_ids: i32[n], the sampled ids as the server reported them, stop tokens included.
         logprob: f32[n], log-probability of each at the sampling temperature, in nats.
-        weight_version: i32[n], version of the weights that sampled each token: one call can span an update.
+        weight_version: i32[n], version of the weights that sampled each token: one call can span an
+            update.
         finish: why the call ended.
         matched: stop string or stop token id that ended it, None for other endings.
     """
@@ -62,7 +68,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One finished episode: prompt, sampled tokens and tool text in the order that the policy saw them.
+    """One finished episode: prompt, sampled tokens and tool text in the order of the episode.
 
     Attributes:
         prompt_id: the `Prompt` it answers.
@@ -91,8 +97,8 @@ class Trajectory:
 class Batch:
     """Packed trajectories, the learner's input.
 
-    Segment 0 is padding; segments count from 1 in each row. `pieces` is there only inside the learner, which cuts rows
-    into micro-batches.
+    Segment 0 is padding; segments count from 1 in each row. `pieces` is there only inside the
+    learner, which cuts rows into micro-batches.
     """
 
     token_ids: Int[Array, "*pieces rows time"]
@@ -120,7 +126,8 @@ class Targets:
 class LearnerState:
     """Everything that an update changes.
 
-    `version`, an i32 scalar, counts updates. No shapes here: the same tree also holds shardings and abstract values.
+    `version`, an i32 scalar, counts updates. No shapes here: the same tree also holds shardings and
+    abstract values.
     """
 
     version: Any
@@ -131,7 +138,7 @@ class LearnerState:
 
 
 class Returns(NamedTuple):
-    """Result of a return operator: `advantage` for the actor, `value_target` for the critic, both float32."""
+    """Result of a return operator: `advantage` for the actor, `value_target` for the critic."""
 
     advantage: Float[jax.Array, "*batch time"]
     value_target: Float[jax.Array, "*batch time"]

@@ -12,13 +12,31 @@ import jax
 from tokenizers import Tokenizer
 
 from copc_jax import data, hf
+from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import RunConfig
 from copc_jax.model import ModelConfig
-from copc_jax.rollout.client import SGLangClient
+from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.episode import EpisodeBudget
-from copc_jax.rollout.launch import ServerProcess, launch_embedded, launch_sglang
+from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
 from copc_jax.tasks.search import SearchConfig, SearchTask
-from copc_jax.tools.retriever import HttpRetriever, Passage, Retriever, TantivyRetriever
+from copc_jax.tools.retriever import (
+    HttpRetriever,
+    Passage,
+    Retriever,
+    RetrieverError,
+    TantivyRetriever,
+)
+
+# What a wrong setting, folder or address makes of a start: one line, no traceback.
+START_ERRORS = (
+    LaunchError,
+    RolloutError,
+    RetrieverError,
+    CheckpointError,
+    FileExistsError,
+    FileNotFoundError,
+    ValueError,
+)
 
 
 @dataclasses.dataclass(frozen=True)

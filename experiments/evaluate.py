@@ -2,7 +2,8 @@
 
     python experiments/evaluate.py --model runs/<run>/model
 
-evaluates an HF folder on the held-out questions of the task; `run.py` calls `exact_match` on its own server.
+evaluates an HF folder on the held-out questions of the task; `run.py` calls `exact_match` on its
+own server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import assembly
 import numpy as np
 
 from copc_jax import data, metrics, staging
-from copc_jax.config import RunConfig, parse
+from copc_jax.config import RunConfig, parse, refuse
 from copc_jax.rollout.client import SamplingParams, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import run_episode
@@ -34,8 +35,8 @@ def exact_match(
     """Answer every question once, greedily, and score the answers.
 
     Returns:
-        `em` with `em_low` and `em_high` (Wilson 95%), `count`, `em_1hop`, `em_2hop`, `searches` an episode, the share
-        of `answered` and `truncated` episodes, and `seconds`.
+        `em` with `em_low` and `em_high` (Wilson 95%), `count`, `em_1hop`, `em_2hop`, `searches` an
+        episode, and the share of `answered` and `truncated` episodes.
     """
     budget = assembly.budget(config)
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0)
@@ -67,10 +68,19 @@ def exact_match(
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Start a server with the model (or use `--rollout.urls`), evaluate, print, and return the figures."""
+    """Start a server with the model (or use `--rollout.urls`), evaluate and print the figures."""
     config = parse(sys.argv[1:] if arguments is None else arguments)
     if config.model == "tiny":
-        raise SystemExit("error: --model must name an HF folder, such as runs/<run>/model")
+        refuse("--model must name an HF folder, such as runs/<run>/model")
+    try:
+        result = _evaluate(config)
+    except assembly.START_ERRORS as error:
+        refuse(error)
+    print(json.dumps(result, indent=2))
+    return result
+
+
+def _evaluate(config: RunConfig) -> dict[str, float]:
     assembly.prepare_process(config)
     parts = assembly.build(config)
     questions = parts.held_out[: config.eval.final_questions or None]
@@ -91,12 +101,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             with collector:
                 collector.enter(client)
                 collector.call(client.check(wait_s=30.0))
-                result = exact_match(collector, client, config, parts, questions)
+                return exact_match(collector, client, config, parts, questions)
         finally:
             if server is not None:
                 server.stop()
-    print(json.dumps(result, indent=2))
-    return result
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import RolloutError, SamplingParams
+from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, decode_state, encode_state
 from copc_jax.rollout.episode import render, run_episode
-from copc_jax.rollout.launch import LaunchError, ServerProcess
-from copc_jax.tools.retriever import HttpRetriever, RetrieverError
+from copc_jax.rollout.launch import ServerProcess
+from copc_jax.tools.retriever import HttpRetriever
 from copc_jax.types import Batch, Prompt, Trajectory
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
@@ -51,15 +51,6 @@ MAY_DIFFER = (
     *("eval", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
     *("rollout.sglang_python", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
-)
-# What a wrong setting, folder or address makes of a start: one line, no traceback.
-_START_ERRORS = (
-    LaunchError,
-    RolloutError,
-    RetrieverError,
-    CheckpointError,
-    FileExistsError,
-    ValueError,
 )
 
 
@@ -81,7 +72,7 @@ def main(arguments: list[str] | None = None) -> Path:
                 print(f"run folder: {run_dir}", flush=True)
                 run = Run(config, run_dir, " ".join(arguments), interrupts, started)
                 stack.enter_context(run)
-            except _START_ERRORS as error:
+            except assembly.START_ERRORS as error:
                 refuse(error)
             run.train()
     except KeyboardInterrupt:

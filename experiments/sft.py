@@ -2,8 +2,8 @@
 
     python experiments/sft.py --task=search --sft.updates=600
 
-writes an HF folder (weights, configuration, tokenizer) into the cache and prints its path. `run.py` does the same on
-first use and takes the cached folder afterwards.
+writes an HF folder (weights, configuration, tokenizer) into the cache and prints its path. `run.py`
+does the same on first use and takes the cached folder afterwards.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def train(config: RunConfig, parts: assembly.Parts) -> model.Params:
                 )
                 if not np.isfinite(loss):
                     raise FloatingPointError(
-                        f"the warm start diverged at update {update}: lower sft.optimizer.learning_rate"
+                        f"the warm start diverged at update {update}: "
+                        "lower sft.optimizer.learning_rate"
                     )
     return params
 
@@ -125,7 +126,7 @@ def demonstration_batches(config: RunConfig, parts: assembly.Parts) -> Iterator[
 
 
 def encode(segments: list[data.Segment], tokenizer: Tokenizer, *, name: str) -> Trajectory:
-    """Encode a demonstration piece by piece, as an episode is built, with its sampled pieces as actions."""
+    """Encode a demonstration piece by piece, as an episode is built; sampled pieces are actions."""
     pieces = [
         (tokenizer.encode(text, add_special_tokens=False).ids, action) for text, action in segments
     ]
