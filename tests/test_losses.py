@@ -3,6 +3,7 @@
 Each actor loss is compiled once, in both reductions: most tests only change what goes in.
 """
 
+import inspect
 import itertools
 import math
 from functools import partial
@@ -659,6 +660,39 @@ def test_per_response_arrays_are_refused():
         losses.copc_actor_loss(
             batch["policy"], batch["behavior"], batch["advantage"][0], batch["is_action"]
         )
+
+
+def test_defaults_are_the_papers():
+    clip, token = {"clip_low": 0.2, "clip_high": 0.28}, {"reduce": "token", "segment_ids": None}
+    response = token | {"reduce": "response"}
+    copc = {"eta_policy": 0.5, "eps_low": 0.4, "eps_high": 0.56}
+    options = {"frozen_logprob": None, "mask_in_denominator": True}
+    dual = {"dual_clip": None}
+    table = {
+        losses.ratio_mask: copc,
+        losses.copc_actor_loss: copc | options | token,
+        losses.ppo_actor_loss: clip | dual | token,
+        losses.decoupled_ppo_actor_loss: clip | dual | {"behavior_cap": 5.0} | token,
+        losses.tis_actor_loss: clip | dual | {"weight_max": 2.0} | token,
+        losses.icepop_actor_loss: clip | dual | {"weight_min": 0.5, "weight_max": 2.0} | token,
+        losses.reinforce_actor_loss: token,
+        losses.vtrace_actor_loss: token,
+        losses.sao_actor_loss: clip | token,
+        losses.cispo_actor_loss: {"clip_low": 1.0, "clip_high": 0.2} | token,
+        losses.gspo_actor_loss: {"clip_low": 3e-4, "clip_high": 4e-4} | response,
+        losses.vcpo_actor_loss: {"weight_max": 8.0} | response,
+        losses.m2po_actor_loss: {"threshold": 0.04, "harmful_only": False} | token,
+        losses.second_moment_mask: {"threshold": 0.04},
+        losses.critic_loss: {"old_value": None, "value_clip": None} | token,
+        losses.sft_loss: token,
+        losses.reduce_tokens: token,
+        losses.reduction_weights: token,
+        losses.kl_divergence: {"estimator": "k3"},
+    }
+    for function, want in table.items():
+        parameters = inspect.signature(function).parameters.values()
+        got = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert got == want, function.__name__
 
 
 # Reductions.

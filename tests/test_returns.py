@@ -1,5 +1,6 @@
 """Laws of the return operators, against loops in float64, rlax and exact enumeration."""
 
+import inspect
 import itertools
 
 import jax
@@ -550,6 +551,14 @@ def test_importance_ratio_is_finite_whatever_comes_in():
     close(known, [np.exp(0.5), np.exp(-20), np.exp(20), 1, 1], 1e-5)
 
 
+def test_log_probabilities_have_a_floor():
+    logprob = jnp.array([-jnp.inf, -2e4, -3.0, jnp.nan, -jnp.inf])
+    action = jnp.array([True, True, True, True, False])
+    same(returns.finite_logprob(logprob, action), [-1e4, -1e4, -3, np.nan, 0])
+    # Far below the limit of a ratio, which is what tells tokens of probability 0 from rare ones.
+    assert returns.LOG_RATIO_LIMIT == 20
+
+
 def test_log_importance_ratio_shows_a_diverged_model():
     got = returns.log_importance_ratio(jnp.array([jnp.nan, -1.0]), jnp.zeros(2), jnp.ones(2, bool))
     assert np.isnan(got[0]) and got[1] == -1
@@ -639,6 +648,23 @@ def test_whiten_with_all_tokens_on_one_device():
     got = WHITEN(*jax.device_put((advantage, action), sharding))
     close(got, WHITEN(advantage, action), 1e-6)
     assert abs(float(got[0].mean())) < 1e-6 and abs(float(got[0].std()) - 1) < 1e-5
+
+
+def defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_defaults_are_the_papers():
+    copc = {"eps_low": 0.4, "eps_high": 0.56}
+    plain = {"trace": "residual", "first_residual": "weighted", "lambda_": 1.0}
+    assert defaults(returns.ratio_interval) == copc
+    assert defaults(returns.corrected_returns) == plain
+    assert defaults(returns.copc_returns) == copc | plain | {"eta_advantage": 0.5}
+    assert defaults(returns.gae) == {"lambda_": 1.0}
+    assert set(defaults(returns.vtrace).values()) == {1.0}
+    assert set(defaults(returns.retrace).values()) == {1.0}
+    assert defaults(returns.group_advantage) == {"scale": True, "weight": None}
 
 
 # Cases that people reported elsewhere (cases.md).
