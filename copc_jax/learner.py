@@ -1,13 +1,14 @@
 """The learner: one jitted step from a packed batch to new weights, over a (data, model) mesh.
 
-`prepare` freezes what the paper calls pre-update quantities (log-probs, values, ratios, corrected returns, advantages);
-`update` differentiates the actor and critic losses against them. When a batch is one update in one piece, both are one
-program: the update's own forward pass gives log-probs and values, and everything frozen is taken from them behind a
-stop-gradient, which saves the second forward pass. With several minibatches, or with micro-batches, `prepare` runs once
-and its results are held.
+`prepare` freezes what the paper calls pre-update quantities (log-probs, values, ratios, corrected
+returns, advantages); `update` differentiates the actor and critic losses against them. When a batch
+is one update in one piece, both are one program: the update's own forward pass gives log-probs and
+values, and everything frozen is taken from them behind a stop-gradient, which saves the second
+forward pass. With several minibatches, or with micro-batches, `prepare` runs once and its results
+are held.
 
-Micro-batches are slices of rows that are accumulated one after another; a slice without any token is skipped, so that
-a batch costs what it holds and not what its fixed shape could hold.
+Micro-batches are slices of rows that are accumulated one after another; a slice without any token
+is skipped, so that a batch costs what it holds and not what its fixed shape could hold.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Step size after warm-up."""
     warmup_updates: int = 10
-    """Updates of linear warm-up; the first one uses learning_rate / warmup_updates, 0 starts at full size."""
+    """Updates of linear warm-up; the first one uses learning_rate / warmup_updates, the last one
+    learning_rate. 0 starts at full size."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine reach `final_fraction` at the last update of the run."""
+    """Shape after warm-up; linear and cosine reach `final_fraction` at the network's last update
+    of the run."""
     final_fraction: float = 0.1
     """Fraction of the learning rate left at the end of a decaying schedule."""
     beta1: float = 0.9
@@ -84,7 +87,7 @@ class LearnerConfig:
 
 
 class Learner(NamedTuple):
-    """Pure functions over `LearnerState`; `update` and `step` donate the state that they are given."""
+    """Pure functions over `LearnerState`; `update` and `step` donate the state they are given."""
 
     init: Callable[[PyTree], LearnerState]
     prepare: Callable[[LearnerState, Batch], Targets]
@@ -95,8 +98,13 @@ class Learner(NamedTuple):
 
 
 def learning_rate_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
-    """Learning rate by the number of updates already made; the first warm-up update is not zero."""
-    decay_steps = max(updates - config.warmup_updates, 1)
+    """Give the learning rate by the number of updates already made, of `updates` in all.
+
+    Warm-up is counted from 1: its first update moves, and its last one has the full rate, from
+    which a decaying schedule starts.
+    """
+    warmup = max(config.warmup_updates, 1)
+    decay_steps = max(updates - warmup, 1)
     match config.schedule:
         case "constant":
             main = optax.constant_schedule(config.learning_rate)
@@ -108,11 +116,12 @@ def learning_rate_schedule(config: OptimizerConfig, updates: int) -> optax.Sched
             main = optax.cosine_decay_schedule(
                 config.learning_rate, decay_steps, alpha=config.final_fraction
             )
-    if config.warmup_updates < 2:
+    if warmup == 1:
         return main
-    first = config.learning_rate / config.warmup_updates
-    warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_updates - 1)
-    return optax.join_schedules([warmup, main], [config.warmup_updates])
+    rise = optax.linear_schedule(
+        config.learning_rate / warmup, config.learning_rate, transition_steps=warmup - 1
+    )
+    return optax.join_schedules([rise, main], [warmup - 1])
 
 
 def optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
@@ -137,14 +146,18 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         mesh: axes "data" (rows of a batch) and "model"; one device is a (1, 1) mesh.
 
     Returns:
-        `init` takes actor parameters and starts the critic from the actor's body. `step` runs a whole batch:
-        `config.method.minibatches` updates, each of which raises `version` by one.
+        `init` takes actor parameters and starts the critic from the actor's body; a method without
+        a critic has an empty one. `step` runs a whole batch: `config.method.minibatches` updates,
+        each of which raises `version` by one. `update` is one update on all of the batch.
     """
     method, loss_config = config.method, config.method.settings(config.loss)
-    actor_optimizer = optimizer(config.actor, config.updates)
-    critic_optimizer = optimizer(config.critic, config.updates * method.critic_steps)
-    actor_rate = learning_rate_schedule(config.actor, config.updates)
-    critic_rate = learning_rate_schedule(config.critic, config.updates * method.critic_steps)
+    # Each schedule is as long as its network has updates, so that a decay ends with the run.
+    actor_updates = config.updates - config.critic_warmup_updates
+    critic_updates = config.updates * method.critic_steps
+    actor_optimizer = optimizer(config.actor, actor_updates)
+    critic_optimizer = optimizer(config.critic, critic_updates)
+    actor_rate = learning_rate_schedule(config.actor, actor_updates)
+    critic_rate = learning_rate_schedule(config.critic, critic_updates)
     rows_sharding = sharding.batch_sharding(mesh)
     micro_sharding = NamedSharding(mesh, PartitionSpec(None, *rows_sharding.spec))
 
@@ -195,18 +208,19 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         )
 
     def fold_bootstrap(batch: Batch, value: Array) -> Batch:
-        """Add V after a cut to the last reward; `staging.pack` marks the slot after it by its discount."""
+        """Add V after a cut to the last reward; `staging.pack` marks the slot after it."""
         after = jnp.where(batch.is_action, 0.0, batch.discount) * value
-        return batch.replace(reward=batch.reward + jnp.pad(after[:, 1:], ((0, 0), (0, 1))))
+        reward = batch.reward + jnp.pad(after[:, 1:], ((0, 0), (0, 1)))
+        return dataclasses.replace(batch, reward=reward)
 
     def for_actor(targets: Targets, batch: Batch) -> Float[Array, "rows time"]:
-        """Whitening is the last step, over the whole batch, so that returns themselves stay linear in the reward."""
+        """Whiten last and over the whole batch: returns themselves stay linear in the reward."""
         if method.whiten:
             return returns.whiten(targets.advantage, batch.is_action)
         return targets.advantage
 
     def actor_loss(
-        actor: PyTree, batch: Batch, targets: Targets, advantage: Array, logprob: Array
+        logprob: Array, batch: Batch, targets: Targets, advantage: Array
     ) -> tuple[Array, Metrics]:
         return method.actor_loss(
             loss_config,
@@ -259,39 +273,39 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
 
     def losses_of(
         networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets | None, advantage: Any
-    ) -> tuple[Array, tuple[Array, Array, Metrics, Targets]]:
-        """Sum of both losses times their own denominators, so that micro-batches add before they divide."""
+    ) -> tuple[Array, tuple[tuple[Array, Array], Metrics, Targets]]:
+        """Sum both losses times their denominators: micro-batches add before they divide."""
         actor, critic = networks
         logprob, entropy = policy(actor, batch)
         value = value_of(critic, batch)
         if targets is None:
             targets = freeze(logprob, value, batch)
             advantage = for_actor(targets, batch)
-        actor_value, metrics = actor_loss(actor, batch, targets, advantage, logprob)
-        actor_count = jax.lax.stop_gradient(metrics["loss"][1])
-        critic_value, critic_metrics = critic_loss(value, targets, batch)
-        critic_count = jax.lax.stop_gradient(critic_metrics["loss"][1])
-        metrics = {f"actor/{name}": pair for name, pair in metrics.items()}
-        metrics |= {f"critic/{name}": pair for name, pair in critic_metrics.items()}
-        action = batch.is_action
+        loss, actor_metrics = actor_loss(logprob, batch, targets, advantage)
+        actor_count = jax.lax.stop_gradient(actor_metrics["loss"][1])
+        total = loss * actor_count
+        metrics = {f"actor/{name}": pair for name, pair in actor_metrics.items()}
         metrics["actor/entropy"] = (
-            jnp.sum(jnp.where(action, entropy, 0.0)),
-            jnp.sum(action, dtype=jnp.float32),
+            jnp.sum(jnp.where(batch.is_action, entropy, 0.0)),
+            jnp.sum(batch.is_action, dtype=jnp.float32),
         )
-        total = actor_value * actor_count + critic_value * critic_count
-        return total, (actor_count, critic_count, jax.lax.stop_gradient(metrics), targets)
+        critic_count = jnp.zeros_like(actor_count)
+        if method.critic:
+            loss, critic_metrics = critic_loss(value, targets, batch)
+            critic_count = jax.lax.stop_gradient(critic_metrics["loss"][1])
+            total += loss * critic_count
+            metrics |= {f"critic/{name}": pair for name, pair in critic_metrics.items()}
+        metrics = jax.lax.stop_gradient(metrics)
+        return total, ((actor_count, critic_count), metrics, targets)
 
-    def by_count(
-        grads: tuple[PyTree, PyTree], actor_count: Array, critic_count: Array
-    ) -> tuple[PyTree, PyTree]:
-        actor, critic = grads
-        return (
-            jax.tree.map(lambda g: g / jnp.maximum(actor_count, 1e-8), actor),
-            jax.tree.map(lambda g: g / jnp.maximum(critic_count, 1e-8), critic),
-        )
+    differentiate = jax.grad(losses_of, has_aux=True)
+
+    def divide(grads: PyTree, count: Array) -> PyTree:
+        """Divide by the denominator of a loss; nothing counted leaves gradients of 0, not NaN."""
+        return jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1.0), grads)
 
     def micro(batch: Any) -> Any:
-        """[rows, time] -> [micro_batches, rows / micro_batches, time], rows still over the data axis."""
+        """Cut [rows, time] into [micro_batches, rows / micro_batches, time], rows over "data"."""
 
         def split(x: Array) -> Array:
             x = x.reshape(config.micro_batches, x.shape[0] // config.micro_batches, *x.shape[1:])
@@ -302,33 +316,32 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def unmicro(x: Array) -> Array:
         return jax.lax.with_sharding_constraint(x.reshape(-1, x.shape[-1]), rows_sharding)
 
+    def accumulate(one: Callable[..., Any], batch: Batch, *rest: Any) -> Any:
+        """Sum `one(batch, *rest)` over the micro-batches that hold a token."""
+        if config.micro_batches == 1:
+            return one(batch, *rest)
+        pieces = micro((batch, *rest))
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype),
+            jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces)),
+        )
+
+        def add(total: Any, piece: Any) -> tuple[Any, None]:
+            used = jnp.any(piece[0].segment_ids > 0)
+            more = jax.lax.cond(used, lambda: one(*piece), lambda: zero)
+            return jax.tree.map(jnp.add, total, more), None
+
+        return jax.lax.scan(add, zero, pieces)[0]
+
     def gradients(
         networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets, advantage: Array
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
-        differentiate = jax.grad(losses_of, has_aux=True)
-        if config.micro_batches == 1:
-            grads, (actor_count, critic_count, metrics, _) = differentiate(
-                networks, batch, targets, advantage
-            )
-            return by_count(grads, actor_count, critic_count), metrics
+        def one(*piece: Any) -> Any:
+            grads, (counts, metrics, _) = differentiate(networks, *piece)
+            return grads, counts, metrics
 
-        def one(networks: tuple[PyTree, PyTree], piece: Any) -> Any:
-            grads, (actor_count, critic_count, metrics, _) = differentiate(networks, *piece)
-            return grads, actor_count, critic_count, metrics
-
-        pieces = micro((batch, targets, advantage))
-        zero = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype),
-            jax.eval_shape(one, networks, jax.tree.map(lambda x: x[0], pieces)),
-        )
-
-        def accumulate(total: Any, piece: Any) -> Any:
-            used = jnp.any(piece[0].segment_ids > 0)
-            add = jax.lax.cond(used, lambda: one(networks, piece), lambda: zero)
-            return jax.tree.map(jnp.add, total, add), None
-
-        (grads, actor_count, critic_count, metrics), _ = jax.lax.scan(accumulate, zero, pieces)
-        return by_count(grads, actor_count, critic_count), metrics
+        grads, counts, metrics = accumulate(one, batch, targets, advantage)
+        return (divide(grads[0], counts[0]), divide(grads[1], counts[1])), metrics
 
     def apply(
         state: LearnerState, grads: tuple[PyTree, PyTree], metrics: Metrics
@@ -345,25 +358,25 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         moved = optax.apply_updates(state.actor, actor_step)
         keep = lambda new, old: jnp.where(learns, new, old)
         actor = jax.tree.map(keep, moved, state.actor)
-        # Warm-up leaves the actor's moments and its schedule where they were: its first real update is update one.
+        # The critic's warm-up leaves the actor's moments and schedule where they were: its first
+        # real update is update one.
         actor_opt = jax.tree.map(keep, actor_opt, state.actor_opt)
+
+        rate = jnp.where(learns, actor_rate(_count(state.actor_opt)), 0.0)
+        metrics |= {
+            "actor/gradient_norm": (optax.tree.norm(actor_grad), one),
+            "actor/learning_rate": (rate.astype(jnp.float32), one),
+        }
 
         critic, critic_opt = state.critic, state.critic_opt
         if method.critic:
             critic_step, critic_opt = critic_optimizer.update(critic_grad, critic_opt, critic)
             critic = optax.apply_updates(critic, critic_step)
-        metrics |= {
-            "actor/gradient_norm": (optax.global_norm(actor_grad), one),
-            "critic/gradient_norm": (optax.global_norm(critic_grad), one),
-            "actor/learning_rate": (
-                jnp.where(learns, actor_rate(_count(state.actor_opt)), 0.0).astype(jnp.float32),
-                one,
-            ),
-            "critic/learning_rate": (
-                jnp.asarray(critic_rate(_count(state.critic_opt)), jnp.float32),
-                one,
-            ),
-        }
+            rate = jnp.asarray(critic_rate(_count(state.critic_opt)), jnp.float32)
+            metrics |= {
+                "critic/gradient_norm": (optax.tree.norm(critic_grad), one),
+                "critic/learning_rate": (rate, one),
+            }
         new = LearnerState(
             version=state.version + 1,
             actor=actor,
@@ -374,16 +387,23 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         return new, metrics
 
     def extra_critic_steps(state: LearnerState, batch: Batch, targets: Targets) -> LearnerState:
-        """Further critic updates on the same frozen targets, for methods that take several a batch (SAO)."""
+        """Update the critic further on the same frozen targets, for methods like SAO."""
 
-        def loss(critic: PyTree) -> Array:
-            return critic_loss(value_of(critic, batch), targets, batch)[0]
+        def one(critic: PyTree, batch: Batch, targets: Targets) -> tuple[PyTree, Array]:
+            def total(critic: PyTree) -> tuple[Array, Array]:
+                loss, metrics = critic_loss(value_of(critic, batch), targets, batch)
+                count = jax.lax.stop_gradient(metrics["loss"][1])
+                return loss * count, count
+
+            return jax.grad(total, has_aux=True)(critic)
 
         for _ in range(method.critic_steps - 1):
-            grad = jax.grad(loss)(state.critic)
-            step, critic_opt = critic_optimizer.update(grad, state.critic_opt, state.critic)
-            state = state.replace(
-                critic=optax.apply_updates(state.critic, step), critic_opt=critic_opt
+            grad, count = accumulate(partial(one, state.critic), batch, targets)
+            step, critic_opt = critic_optimizer.update(
+                divide(grad, count), state.critic_opt, state.critic
+            )
+            state = dataclasses.replace(
+                state, critic=optax.apply_updates(state.critic, step), critic_opt=critic_opt
             )
         return state
 
@@ -412,11 +432,10 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
 
     def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics]:
         if config.micro_batches == 1 and method.minibatches == 1:
-            networks = (state.actor, state.critic)
-            grads, (actor_count, critic_count, metrics, targets) = jax.grad(
-                losses_of, has_aux=True
-            )(networks, batch, None, None)
-            grads = by_count(grads, actor_count, critic_count)
+            grads, (counts, metrics, targets) = differentiate(
+                (state.actor, state.critic), batch, None, None
+            )
+            grads = (divide(grads[0], counts[0]), divide(grads[1], counts[1]))
             metrics |= diagnostics(batch, targets)
             state, metrics = apply(state, grads, metrics)
             return extra_critic_steps(state, batch, targets), metrics
@@ -428,10 +447,13 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         size = batch.reward.shape[0] // count
         for index in range(count):
             part = jax.tree.map(
-                lambda x, i=index: x[i * size : (i + 1) * size], (batch, targets, advantage)
+                lambda x, i=index: jax.lax.with_sharding_constraint(
+                    x[i * size : (i + 1) * size], rows_sharding
+                ),
+                (batch, targets, advantage),
             )
             state, metrics = update_part(state, *part)
-            # Sums and counts add over minibatches, so that the log shows all of them and not the last.
+            # Sums and counts add, so that the log shows all minibatches and not the last.
             for name, (total, number) in metrics.items():
                 old = totals.get(name, (jnp.zeros_like(total), jnp.zeros_like(number)))
                 totals[name] = (old[0] + total, old[1] + number)
@@ -440,7 +462,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def fresh(actor: PyTree) -> LearnerState:
         # A copy: the state is donated by every update, the caller's parameters are not.
         actor = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), actor)
-        critic = model.critic_from_actor(actor, config.model)
+        critic = model.critic_from_actor(actor, config.model) if method.critic else {}
         return LearnerState(
             version=jnp.zeros((), jnp.int32),
             actor=actor,
@@ -475,19 +497,21 @@ def build_sft(
     *,
     context_weight: float = 0.0,
 ) -> tuple[Callable, Callable]:
-    """Supervised fine-tuning on the same packed batches: `init(params) -> opt_state`, `step(params, opt, batch)`.
+    """Fine-tune on demonstrations, packed as other batches are.
 
     Args:
         config: the model.
         optimizer_config: its AdamW.
         updates: length of the schedule.
         mesh: axes "data" and "model".
-        context_weight: weight of the loss on prompt and observation tokens beside that of the action tokens: 0 for a
-            pretrained model; a model that starts from nothing learns to read from them.
+        context_weight: weight of the loss on prompt and observation tokens beside that of the
+            action tokens: 0 for a pretrained model; a model that starts from nothing learns to read
+            from them.
 
     Returns:
-        `step` gives `(params, opt_state, metrics)` with the mean negative log-likelihood of the action tokens, in
-        nats, as `metrics["loss"] = (sum, count)`; it donates `params` and `opt_state`.
+        `init(params)` gives the optimizer's state. `step(params, opt_state, batch)` gives
+        `(params, opt_state, metrics)` with the mean negative log-likelihood of the action tokens,
+        in nats, as `metrics["loss"] = (sum, count)`; it donates `params` and `opt_state`.
     """
     transform = optimizer(optimizer_config, updates)
     params_sharding = sharding.parameter_shardings(mesh, config, "lm")
@@ -522,7 +546,7 @@ def build_sft(
 
 
 def _count(opt_state: PyTree) -> Array:
-    """Number of updates that an optimizer made: the learning rate it uses next is the schedule at this number."""
+    """Return how many updates an optimizer made; its next learning rate is the schedule there."""
     return optax.tree_utils.tree_get(opt_state[1][0], "count")
 
 
@@ -532,10 +556,13 @@ def _state_sharding(
     abstract_actor = jax.eval_shape(partial(model.init, config=config.model), jax.random.key(0))
     state = jax.eval_shape(fresh, abstract_actor)
     moments = partial(sharding.optimizer_shardings, mesh, config.model)
+    critic = sharding.parameter_shardings(mesh, config.model, "value")
+    if not config.method.critic:
+        critic = {}
     return LearnerState(
         version=sharding.replicated(mesh),
         actor=sharding.parameter_shardings(mesh, config.model, "lm"),
-        critic=sharding.parameter_shardings(mesh, config.model, "value"),
+        critic=critic,
         actor_opt=moments("lm", state.actor_opt),
         critic_opt=moments("value", state.critic_opt),
     )

@@ -267,7 +267,9 @@ def _retrace_returns(config, reward, value, discount, ratio, is_action) -> Retur
 def _outcome(config, reward, value, discount, ratio, is_action) -> Returns:
     """Give every token the group-normalized outcome of its response: no value, no decay."""
     del config, value, ratio
-    return returns.gae(reward, jnp.zeros_like(reward), discount, is_action, lambda_=1.0)
+    # Only the end of an episode is read from the discount, whatever gamma is.
+    goes_on = jnp.where(discount > 0, 1.0, 0.0).astype(jnp.float32)
+    return returns.gae(reward, jnp.zeros_like(reward), goes_on, is_action, lambda_=1.0)
 
 
 def _decoupled_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
@@ -465,6 +467,7 @@ _ROWS = (
         value_clip=False,
         whiten=False,
     ),
+    # The tokens are ranked within what the loss sees: the whole minibatch with micro_batches=1.
     Method(
         name="m2po",
         paper="M2PO, arXiv 2510.01161",

@@ -12,5 +12,5 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("ci")
