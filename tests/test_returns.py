@@ -593,11 +593,13 @@ def test_group_statistics_are_of_the_group():
 
 
 def test_groups_without_variance_give_exact_zeros():
-    # The mean of three times 2.1 is not 2.1 in float32: dividing the rounding by itself gives 0.2.
-    reward = jnp.array([1.0, 1, 1, 1, 0, 0, 2.1, 2.1, 2.1, 5.0])
-    group = jnp.array([0, 0, 0, 0, 1, 1, 2, 2, 2, 3])
-    same(GROUP_ADVANTAGE(reward, group), np.zeros(10))
-    same(GROUP_ADVANTAGE(reward, group, scale=False), np.zeros(10))
+    """The mean of equal numbers is rounded, and dividing the rounding by itself gives about 1."""
+    sizes, values = (1, 2, 3, 5, 6, 7, 11), (1.0, 0.0, 2.1, 0.1, 0.7, 1.1)
+    pairs = list(itertools.product(sizes, values))
+    reward = jnp.asarray(np.concatenate([np.full(n, x, np.float32) for n, x in pairs]))
+    group = jnp.asarray(np.repeat(np.arange(len(pairs)), [n for n, _ in pairs]))
+    same(GROUP_ADVANTAGE(reward, group), np.zeros(reward.shape))
+    same(GROUP_ADVANTAGE(reward, group, scale=False), np.zeros(reward.shape))
 
 
 def test_missing_reward_leaves_its_group_alone():
