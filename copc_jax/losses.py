@@ -892,7 +892,8 @@ def critic_loss(
         bounded = jnp.clip(value, old_value - value_clip, old_value + value_clip)
         clipped_square = jnp.square(bounded - value_target)
         clipped = (bounded != value) & (clipped_square > square)
-        square = jnp.where(clipped, jax.lax.stop_gradient(clipped_square), square)
+        # No gradient where clipped: `bounded` is constant there.
+        square = jnp.where(clipped, clipped_square, square)
     total, count = _reduction(0.5 * square, is_action, reduce, segment_ids)
     error = jax.lax.stop_gradient(error)
     metrics = _mean_over_actions(

@@ -258,6 +258,11 @@ def test_metrics_tell_the_two_sides_apart():
     assert shares("ppo_actor_loss", dual_clip=1.2) == [0, 2, 2]
     assert shares("cispo_actor_loss") == [0, 2, 4]
     assert shares("cispo_actor_loss", clip_low=0.5) == [1, 2, 4]
+    # A ratio of exactly 1 is at the bound and not beyond it.
+    assert shares("cispo_actor_loss", clip_high=0.0) == [0, 2, 4]
+    # The product of the four ratios is 0.225.
+    assert shares("vcpo_actor_loss", weight_max=0.2) == [0, 4, 4]
+    assert shares("vcpo_actor_loss", weight_max=0.3) == [0, 0, 4]
     assert shares("reinforce_actor_loss") == [0, 0, 4]
     assert shares("m2po_actor_loss", threshold=0.2) == [1, 0, 3]
 
@@ -487,6 +492,24 @@ def test_only_the_policy_gets_a_gradient():
     fixed = (batch["proximal"], batch["behavior"], batch["advantage"])
     for gradient in jax.jit(jax.grad(total, argnums=(1, 2)))(*fixed)[1:]:
         same(gradient, np.zeros((ROWS, TIME)))
+
+
+def test_metrics_have_no_gradient():
+    batch = {name: jnp.asarray(x) for name, x in sample_batch().items()}
+    old, action = batch["behavior"], batch["is_action"]
+
+    def total(policy):
+        results = [
+            loss(policy, batch["proximal"], old, batch["advantage"], action)
+            for loss in ACTOR_LOSSES.values()
+        ]
+        results.append(losses.sft_loss(policy, action))
+        results.append(
+            losses.critic_loss(policy, batch["proximal"], action, old_value=old, value_clip=0.1)
+        )
+        return sum(x for _, metrics in results for pair in metrics.values() for x in pair)
+
+    same(jax.jit(jax.grad(total))(batch["policy"]), np.zeros((ROWS, TIME)))
 
 
 def test_gradient_reaches_neither_values_nor_policy_through_the_returns():
@@ -859,6 +882,16 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     close(loss, 3.5)
     close(metrics["loss"], [7, 2])
     close(gradient, [[-0.25, -0.25, 0], [-0.5, 0, 0]])
+
+
+def test_a_single_token_is_its_own_mean():
+    """Where a guard against division by 0 must not show."""
+    one, true = jnp.ones((1, 1)), jnp.ones((1, 1), bool)
+    for reduce in REDUCTIONS:
+        close(losses.sft_loss(-3 * one, true, reduce=reduce)[0], 3)
+        close(losses.critic_loss(3 * one, one, true, reduce=reduce)[0], 2)
+        close(losses.ppo_actor_loss(one, one, one, true, reduce=reduce)[0], -1)
+        close(losses.reduce_tokens(5 * one, true, reduce=reduce), 5)
 
 
 def test_stored_behavior_gives_the_ratio():
