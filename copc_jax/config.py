@@ -110,10 +110,16 @@ class SearchTaskConfig:
     """Reward of a wrong answer (not stated in the paper, 0 assumed)."""
     reward_format: float = 0.0
     """Reward of an episode without an answer (not stated in the paper, 0 assumed)."""
+    one_hop_share: float = 0.8
+    """Share of 2-hop warm-start demonstrations that stop after one hop: what RL has to unlearn."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot search."""
         _require_least(self, 1, "topk")
+        _require(
+            0 <= self.one_hop_share <= 1,
+            f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
+        )
         if self.retriever_url is not None:
             _require_urls("retriever_url", self.retriever_url)
 
@@ -128,8 +134,6 @@ class SFTConfig:
     """Packed rows an update."""
     demonstrations: int = 20000
     """Distinct demonstrations that are made; they repeat when the updates need more."""
-    one_hop_share: float = 0.8
-    """Share of 2-hop demonstrations that stop after one hop: what RL has to unlearn."""
     optimizer: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(
             learning_rate=5e-3, warmup_updates=50, schedule="cosine", beta2=0.98
@@ -144,10 +148,6 @@ class SFTConfig:
         """Refuse what cannot train."""
         _require_least(self, 1, "updates", "rows", "demonstrations")
         _require_least(self, 0, "context_weight")
-        _require(
-            0 <= self.one_hop_share <= 1,
-            f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)

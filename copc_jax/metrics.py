@@ -4,8 +4,9 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
 
     step                      learner version after the update
     time                      seconds since the start of the run, pauses between resumes left out
-    reward/mean, reward/em    of the trained batch: mean reward, exact match (0 to 1)
-    task/searches             searches an episode
+    reward/mean, reward/em    of the trained batch: mean reward, exact match (0 to 1); the math
+                              task has accuracy where the search task has em, here and below
+    task/*                    figures of the task, mean of an episode, such as searches
     lag/mean, p50, max        staleness of the batch's action tokens, in learner updates
     lag/histogram             list, number of action tokens at lag 0, 1, ...
     lag/trajectory_histogram  list, number of trajectories by the lag of their oldest action token
@@ -51,6 +52,10 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 EPISODES_FILE = "episodes.txt"
 CONFIG_FILE = "config.json"
 COMMAND_FILE = "command.txt"
+
+# What an evaluation results in, by the name that the tasks give it (0 to 1).
+SCORES = {"em": "exact match", "accuracy": "accuracy"}
+_SCORED = ("eval", "reward")
 
 # Two-sided 95% points of Student's t by degrees of freedom, then of the normal distribution.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -230,7 +235,7 @@ class MetricsLogger:
         self._last_step = step
         self._write_tensorboard(row, histograms or {})
         self._display.update(row)
-        self._display.show(force="eval/em" in row)
+        self._display.show(force=any(f"eval/{score}" in row for score in SCORES))
 
     def status(self, text: str) -> None:
         """Says what the run is doing or waiting for until the next call."""
@@ -409,16 +414,19 @@ class _Display:
             return "  ".join(known)
 
         row, mean = self._row, self._mean
-        held_out = join(("held-out EM", row.get("eval/em"), ".1%"))
-        if held_out and row.get("eval/em_low") is not None:
-            held_out += f" [{row['eval/em_low']:.1%}, {row['eval/em_high']:.1%}]"
+        score = _score_name([row])
+        word = "EM" if score == "em" else SCORES[score]
+        held_out = join((f"held-out {word}", row.get(f"eval/{score}"), ".1%"))
+        if held_out and row.get(f"eval/{score}_low") is not None:
+            held_out += f" [{row[f'eval/{score}_low']:.1%}, {row[f'eval/{score}_high']:.1%}]"
         update, wait = mean("learner/seconds"), mean("learner/wait_seconds")
         waiting = None if update is None or wait is None else wait / max(update + wait, 1e-9)
         groups = (
             join(
                 ("reward", mean("reward/mean"), ".2f"),
-                ("EM", mean("reward/em"), ".1%"),
+                (word, mean(f"reward/{score}"), ".1%"),
                 ("searches", mean("task/searches"), ".1f"),
+                ("calls", mean("task/calls"), ".1f"),
             ),
             held_out,
             join(("lag", row.get("lag/mean"), ".1f"), ("max", row.get("lag/max"), ".0f")),
@@ -475,6 +483,16 @@ _LEARNER_PARTS = (
 )
 
 
+def _score_name(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which of SCORES these rows hold; the first when they hold none."""
+    held = [
+        score
+        for score in SCORES
+        if any(row.get(f"{group}/{score}") is not None for row in rows for group in _SCORED)
+    ]
+    return (held or list(SCORES))[0]
+
+
 class _Run:
     """The logged numbers of a run, as series."""
 
@@ -486,10 +504,14 @@ class _Run:
         self.config = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
         command = run_dir / COMMAND_FILE
         self.command = command.read_text(encoding="utf-8").strip() if command.exists() else None
-        held_out = {row["step"]: row for row in self.rows if row.get("eval/em") is not None}
-        for row in read_metrics(run_dir, EVALUATIONS_FILE):
-            if row.get("eval/em") is not None:
-                held_out[row["step"]] = row
+        later = read_metrics(run_dir, EVALUATIONS_FILE)
+        self.score = _score_name([*self.rows, *later])
+        self.score_label = SCORES[self.score]
+        held_out = {
+            row["step"]: row
+            for row in [*self.rows, *later]
+            if row.get(f"eval/{self.score}") is not None
+        }
         self.held_out = [held_out[step] for step in sorted(held_out)]
         self.first, self.last = self.rows[0]["step"], self.rows[-1]["step"]
         self.bound = self.config.get("staleness")
@@ -606,32 +628,33 @@ def _draw_held_out(axes: Any, run: _Run) -> bool:
     if not rows:
         return False
     steps = [row["step"] for row in rows]
-    em = np.asarray([row["eval/em"] for row in rows])
-    low = np.asarray([row.get("eval/em_low") or row["eval/em"] for row in rows])
-    high = np.asarray([row.get("eval/em_high") or row["eval/em"] for row in rows])
+    name = f"eval/{run.score}"
+    mean = np.asarray([row[name] for row in rows])
+    low = np.asarray([row.get(f"{name}_low") or row[name] for row in rows])
+    high = np.asarray([row.get(f"{name}_high") or row[name] for row in rows])
     axes.errorbar(
-        steps, em, (em - low, high - em), color=_HELD_OUT, marker="o", markersize=4, capsize=3
+        steps, mean, (mean - low, high - mean), color=_HELD_OUT, marker="o", markersize=4, capsize=3
     )
     # The first figure stands under its interval and the last one above: the line runs between them.
     style = {"textcoords": "offset points", "color": _HELD_OUT}
-    axes.annotate(f"{em[0]:.1%}", (steps[0], low[0]), xytext=(-3, -13), **style)
+    axes.annotate(f"{mean[0]:.1%}", (steps[0], low[0]), xytext=(-3, -13), **style)
     if len(rows) > 1:
-        axes.annotate(f"{em[-1]:.1%}", (steps[-1], high[-1]), xytext=(3, 5), ha="right", **style)
+        axes.annotate(f"{mean[-1]:.1%}", (steps[-1], high[-1]), xytext=(3, 5), ha="right", **style)
     axes.margins(y=0.2)
-    axes.set_title("Held-out exact match, greedy, 95% interval")
+    axes.set_title(f"Held-out {run.score_label}, greedy, 95% interval")
     _percent(axes)
     return True
 
 
 def _draw_reward(axes: Any, run: _Run) -> bool:
-    reward, em = run.series("reward/mean"), run.series("reward/em")
+    reward, score = run.series("reward/mean"), run.series(f"reward/{run.score}")
     _line(axes, reward, _LEARNER, "reward")
-    _line(axes, em, _HELD_OUT, "exact match")
-    axes.set_title("Training batch: mean reward, exact match")
-    axes.set_ylim(bottom=0 if min(reward[1].min(initial=0), em[1].min(initial=0)) >= 0 else None)
-    if reward[0].size and em[0].size:
+    _line(axes, score, _HELD_OUT, run.score_label)
+    axes.set_title(f"Training batch: mean reward, {run.score_label}")
+    axes.set_ylim(bottom=0 if min(reward[1].min(initial=0), score[1].min(initial=0)) >= 0 else None)
+    if reward[0].size and score[0].size:
         axes.legend(loc="upper left", ncols=2)
-    return bool(reward[0].size or em[0].size)
+    return bool(reward[0].size or score[0].size)
 
 
 def _draw_lag_by_update(axes: Any, run: _Run) -> bool:
@@ -681,6 +704,7 @@ _PANELS = (
     _draw_held_out,
     _draw_reward,
     _simple("Searches an episode", _GENERATOR, "task/searches"),
+    _simple("Tool calls an episode", _GENERATOR, "task/calls"),
     _simple(
         "Tokens kept by the policy mask", _LEARNER, "coupling/mask_kept", "actor/kept", percent=True
     ),
@@ -832,26 +856,29 @@ def _findings(run: _Run) -> list[str]:
     """The main figures in words."""
     found = [f"{run.last} learner updates in {run.rows[-1]['time'] / 60:.1f} minutes."]
 
+    name = f"eval/{run.score}"
+
     def score(row: Mapping[str, Any]) -> str:
-        text = f"{row['eval/em']:.1%}"
+        text = f"{row[name]:.1%}"
         if row.get("eval/count"):
             text += f" of {row['eval/count']:.0f} questions"
-        if row.get("eval/em_low") is not None:
-            text += f" (95% interval {row['eval/em_low']:.1%} to {row['eval/em_high']:.1%})"
+        if row.get(f"{name}_low") is not None:
+            text += f" (95% interval {row[f'{name}_low']:.1%} to {row[f'{name}_high']:.1%})"
         return text
 
     if len(run.held_out) > 1:
         before, after = run.held_out[0], run.held_out[-1]
-        gain = 100 * (after["eval/em"] - before["eval/em"])
+        gain = 100 * (after[name] - before[name])
         found.append(
-            f"Held-out exact match: {score(before)} at update {before['step']}, {score(after)} at "
-            f"update {after['step']}: {gain:+.1f} points. The intervals are of the questions; how "
-            f"much another seed would differ needs runs with other seeds."
+            f"Held-out {run.score_label}: {score(before)} at update {before['step']}, "
+            f"{score(after)} at update {after['step']}: {gain:+.1f} points. The intervals are of "
+            f"the questions; how much another seed would differ needs runs with other seeds."
         )
     for label, key, form in (
         ("Mean reward of the training batch", "reward/mean", ".2f"),
-        ("Exact match of the training batch", "reward/em", ".1%"),
+        (f"{run.score_label.capitalize()} of the training batch", f"reward/{run.score}", ".1%"),
         ("Searches an episode", "task/searches", ".2f"),
+        ("Tool calls an episode", "task/calls", ".2f"),
     ):
         values = run.series(key)[1]
         if values.size > 1:
@@ -880,7 +907,7 @@ def _missing(run: _Run) -> list[str]:
     missing = []
     if len(run.held_out) < 2:
         number = "one evaluation" if run.held_out else "no evaluation"
-        missing.append(f"Held-out exact match before and after: {number} was logged.")
+        missing.append(f"Held-out {run.score_label} before and after: {number} was logged.")
     planned = run.config.get("updates")
     if isinstance(planned, int) and run.last < planned:
         missing.append(f"The run stopped early: {run.last} of {planned} updates.")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from tokenizers import Tokenizer
 
-from copc_jax import data, hf
+from copc_jax import data, factbook, hf
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import RunConfig
 from copc_jax.model import ModelConfig
 from copc_jax.rollout.client import RolloutError, SGLangClient
-from copc_jax.rollout.episode import EpisodeBudget
+from copc_jax.rollout.collector import Collector
+from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
 from copc_jax.tasks.search import SearchConfig, SearchTask
-from copc_jax.tools.retriever import (
-    HttpRetriever,
-    Passage,
-    Retriever,
-    RetrieverError,
-    TantivyRetriever,
-)
+from copc_jax.tools.retriever import HttpRetriever, RetrieverError, TantivyRetriever
+from copc_jax.types import Prompt
 
 # What a wrong setting, folder or address makes of a start: one line, no traceback.
 START_ERRORS = (
@@ -40,17 +38,40 @@ START_ERRORS = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Environment:
+    """A task with everything it is made of.
+
+    Attributes:
+        make_task: prompt format, tools and reward, as episodes play it, for a tokenizer.
+        train: prompts to train on.
+        held_out: prompts to evaluate on.
+        texts: what a tokenizer for the task is trained on.
+        tags: texts that get one token each.
+        demonstrations: yields warm-start episodes, `count` of them.
+        tools: to be entered on the loop that plays episodes.
+        check: uses each tool once, before anything is trained.
+        identity: everything that the text of demonstrations depends on.
+    """
+
+    make_task: Callable[[Tokenizer], Task]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    texts: Callable[[], Iterator[str]]
+    tags: tuple[str, ...]
+    demonstrations: Callable[[int], Iterator[list[data.Segment]]]
+    tools: tuple[contextlib.AbstractAsyncContextManager[Any], ...]
+    check: Callable[[], Coroutine[Any, Any, object]]
+    identity: object
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
     """What a run is made of before anything is trained."""
 
     tokenizer: Tokenizer
-    task: SearchTask
-    search: SearchConfig
-    retriever: Retriever
-    passages: list[Passage]
-    train: list[data.Question]
-    held_out: list[data.Question]
     model: ModelConfig
+    task: Task
+    environment: Environment
 
 
 def prepare_process(config: RunConfig, core: int | None = None) -> None:
@@ -74,28 +95,15 @@ def compiled_programs(config: RunConfig) -> Path:
 
 
 def build(config: RunConfig) -> Parts:
-    """Build corpus, questions, retriever, tokenizer and task, the same from the same configuration.
+    """Build data, tools, tokenizer and task, the same from the same configuration.
 
     Raises:
         ValueError: an HF folder that does not hold a model and a tokenizer.
     """
-    search = SearchConfig(
-        topk=config.search.topk,
-        reward_search=config.search.reward_search,
-        reward_no_search=config.search.reward_no_search,
-        reward_wrong=config.search.reward_wrong,
-        reward_format=config.search.reward_format,
-    )
-    passages, train, held_out = data.build_factbook()
-    if config.search.retriever_url is None:
-        retriever: Retriever = TantivyRetriever(passages)
-    else:
-        retriever = HttpRetriever(config.search.retriever_url)
+    environment = ENVIRONMENTS[config.task](config)
     if config.model == "tiny":
         tokenizer = data.train_tokenizer(
-            data.tokenizer_texts(passages, train, search),
-            config.tiny.vocab_size,
-            tags=search.tags.texts,
+            environment.texts(), config.tiny.vocab_size, tags=environment.tags
         )
         model = config.tiny.model(config.rollout.max_tokens)
     else:
@@ -109,14 +117,52 @@ def build(config: RunConfig) -> Parts:
         model = hf.load_config(folder)
     return Parts(
         tokenizer=tokenizer,
-        task=SearchTask(tokenizer, retriever, search),
-        search=search,
-        retriever=retriever,
-        passages=passages,
-        train=train,
-        held_out=held_out,
         model=model,
+        task=environment.make_task(tokenizer),
+        environment=environment,
     )
+
+
+def _search(config: RunConfig) -> Environment:
+    search = SearchConfig(
+        topk=config.search.topk,
+        reward_search=config.search.reward_search,
+        reward_no_search=config.search.reward_no_search,
+        reward_wrong=config.search.reward_wrong,
+        reward_format=config.search.reward_format,
+    )
+    passages, train, held_out = factbook.build_factbook()
+    if config.search.retriever_url is None:
+        retriever, tools = TantivyRetriever(passages), ()
+    else:
+        retriever = HttpRetriever(config.search.retriever_url)
+        tools = (retriever,)
+
+    def demonstrations(count: int) -> Iterator[list[data.Segment]]:
+        return factbook.demonstrations(
+            train,
+            retriever,
+            passages,
+            config=search,
+            seed=config.seed,
+            count=count,
+            one_hop_share=config.search.one_hop_share,
+        )
+
+    return Environment(
+        make_task=lambda tokenizer: SearchTask(tokenizer, retriever, search),
+        train=[question.to_prompt() for question in train],
+        held_out=[question.to_prompt() for question in held_out],
+        texts=lambda: factbook.tokenizer_texts(passages, train, search),
+        tags=search.tags.texts,
+        demonstrations=demonstrations,
+        tools=tools,
+        check=lambda: retriever.search(["capital"], 1),
+        identity=(dataclasses.asdict(search), config.search.one_hop_share),
+    )
+
+
+ENVIRONMENTS: dict[str, Callable[[RunConfig], Environment]] = {"search": _search}
 
 
 def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | None:
@@ -159,3 +205,10 @@ def budget(config: RunConfig) -> EpisodeBudget:
         max_new_tokens=rollout.max_new_tokens,
         max_observation_tokens=rollout.max_observation_tokens,
     )
+
+
+def enter_tools(collector: Collector, parts: Parts) -> None:
+    """Open the tools on the collector's loop, and try them before anything is trained."""
+    for tool in parts.environment.tools:
+        collector.enter(tool)
+    collector.call(parts.environment.check())

@@ -1,9 +1,9 @@
-"""Greedy exact match on held-out questions, with a 95% interval.
+"""Greedy scores on held-out prompts, with a 95% interval.
 
     python experiments/evaluate.py --model runs/<run>/model
 
-evaluates an HF folder on the held-out questions of the task; `run.py` calls `exact_match` on its
-own server.
+evaluates an HF folder on the held-out prompts of the task; `run.py` calls `held_out` on its own
+server.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from copc_jax.rollout.episode import run_episode
 from copc_jax.types import Prompt, Trajectory
 
 
-def exact_match(
+def held_out(
     collector: Collector,
     client: SGLangClient,
     config: RunConfig,
     parts: assembly.Parts,
-    questions: Sequence[data.Question],
+    prompts: Sequence[Prompt],
 ) -> dict[str, float]:
-    """Answer every question once, greedily, and score the answers.
+    """Play every prompt once, greedily.
 
     Returns:
-        `em` with `em_low` and `em_high` (Wilson 95%), `count`, `em_1hop`, `em_2hop`, `searches` an
-        episode, and the share of `answered` and `truncated` episodes.
+        The task's score (`em` or `accuracy`), such as `em` with `em_low` and `em_high` (Wilson
+        95%), `em_<source>` for each source, `count`, the mean of each figure of the task an
+        episode, and the share of `truncated` episodes.
     """
     budget = assembly.budget(config)
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0)
@@ -53,16 +54,21 @@ def exact_match(
             seed=0,
         )
 
-    prompts = [question.to_prompt() for question in questions]
     episodes = collector.evaluate(answer, prompts, config.rollout.max_in_flight)
-    right = np.asarray([episode.info.get("em", 0.0) for episode in episodes])
+    name = parts.task.score_name
+    right = np.asarray([episode.info.get(name, 0.0) for episode in episodes])
     low, high = metrics.confidence_interval(int(right.sum()), len(right))
-    result = {"em": float(right.mean()), "em_low": low, "em_high": high, "count": float(len(right))}
+    result = {
+        name: float(right.mean()),
+        f"{name}_low": low,
+        f"{name}_high": high,
+        "count": float(len(right)),
+    }
     for source in sorted({prompt.source for prompt in prompts}):
         chosen = np.asarray([prompt.source == source for prompt in prompts])
-        result[f"em_{source.replace('-', '')}"] = float(right[chosen].mean())
-    for name in ("searches", "answered"):
-        result[name] = float(np.mean([episode.info.get(name, 0.0) for episode in episodes]))
+        result[f"{name}_{source.replace('-', '')}"] = float(right[chosen].mean())
+    for figure in sorted({figure for episode in episodes for figure in episode.info} - {name}):
+        result[figure] = float(np.mean([episode.info.get(figure, 0.0) for episode in episodes]))
     result["truncated"] = float(np.mean([episode.status == "truncated" for episode in episodes]))
     return result
 
@@ -83,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 def _evaluate(config: RunConfig) -> dict[str, float]:
     assembly.prepare_process(config)
     parts = assembly.build(config)
-    questions = parts.held_out[: config.eval.final_questions or None]
+    prompts = parts.environment.held_out[: config.eval.final_questions or None]
     with tempfile.TemporaryDirectory() as scratch:
         server = assembly.launch(config, Path(config.model), Path(scratch) / "server.log")
         client = assembly.client(config, config.rollout.urls or (server.url,))  # pyright: ignore[reportOptionalMemberAccess]
@@ -94,14 +100,15 @@ def _evaluate(config: RunConfig) -> dict[str, float]:
         collector = Collector(
             run_episode=nothing,  # pyright: ignore[reportArgumentType]
             publish=nothing,
-            prompts=data.prompt_iterator(parts.held_out, config.seed),
+            prompts=data.prompt_iterator(prompts, config.seed),
             admission=staging.Admission(1, 0),
         )
         try:
             with collector:
                 collector.enter(client)
+                assembly.enter_tools(collector, parts)
                 collector.call(client.check(wait_s=30.0))
-                return exact_match(collector, client, config, parts, questions)
+                return held_out(collector, client, config, parts, prompts)
         finally:
             if server is not None:
                 server.stop()

@@ -42,7 +42,6 @@ from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, decode_state, encode_state
 from copc_jax.rollout.episode import render, run_episode
 from copc_jax.rollout.launch import ServerProcess
-from copc_jax.tools.retriever import HttpRetriever
 from copc_jax.types import Batch, Prompt, Trajectory
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
@@ -254,7 +253,7 @@ class Run:
             )
 
         prompts = data.prompt_iterator(
-            self.parts.train,
+            self.parts.environment.train,
             config.seed,
             max_prompt_tokens=config.rollout.max_tokens // 2,
             encode=self.parts.task.encode_prompt,
@@ -280,10 +279,7 @@ class Run:
         stack.enter_context(collector)
         collector.enter(self.client)
         collector.call(self.client.check(wait_s=5.0))
-        retriever = self.parts.retriever
-        if isinstance(retriever, HttpRetriever):
-            collector.enter(retriever)
-            collector.call(retriever.search(["capital"], 1))
+        assembly.enter_tools(collector, self.parts)
         return collector
 
     def train(self) -> None:
@@ -421,8 +417,8 @@ class Run:
         config = self.config
         self.log.status("evaluating")
         limit = config.eval.final_questions if final else config.eval.questions
-        questions = self.parts.held_out[: limit or None]
-        result = evaluate.exact_match(self.collector, self.client, config, self.parts, questions)
+        prompts = self.parts.environment.held_out[: limit or None]
+        result = evaluate.held_out(self.collector, self.client, config, self.parts, prompts)
         return {f"eval/{name}": value for name, value in result.items()}
 
     def _save(self) -> None:
@@ -539,7 +535,9 @@ def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
         for name in names
     }
     figures["reward/mean"] = float(np.mean([t.reward for t in trajectories]))
-    figures["reward/em"] = figures.get("task/em", 0.0)
+    for score in metrics.SCORES:
+        if f"task/{score}" in figures:
+            figures[f"reward/{score}"] = figures[f"task/{score}"]
     figures["task/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
     figures["length/mean"] = float(np.mean([len(t.token_ids) for t in trajectories]))
     figures["length/action_mean"] = float(np.mean([t.is_action.sum() for t in trajectories]))

@@ -91,17 +91,7 @@ def demonstration_batches(config: RunConfig, parts: assembly.Parts) -> Iterator[
     time_ = config.rollout.max_tokens
     episodes = [
         encode(segments, parts.tokenizer, name=str(i))
-        for i, segments in enumerate(
-            data.demonstrations(
-                parts.train,
-                parts.retriever,
-                parts.passages,
-                config=parts.search,
-                seed=config.seed,
-                count=config.sft.demonstrations,
-                one_hop_share=config.sft.one_hop_share,
-            )
-        )
+        for i, segments in enumerate(parts.environment.demonstrations(config.sft.demonstrations))
     ]
     episodes = [episode for episode in episodes if len(episode.token_ids) <= time_]
     rng = np.random.default_rng(config.seed)
@@ -149,12 +139,12 @@ def _key(config: RunConfig, parts: assembly.Parts) -> str:
     parts_of_key = (
         dataclasses.asdict(config.sft),
         dataclasses.asdict(parts.model),
-        dataclasses.asdict(parts.search),
+        parts.environment.identity,
         config.model,
         config.seed,
         config.rollout.max_tokens,
         hashlib.sha256(parts.tokenizer.to_str().encode()).hexdigest(),
-        data.dataset_fingerprint([q.to_prompt() for q in parts.train], 0),
+        data.dataset_fingerprint(parts.environment.train, 0),
     )
     return hashlib.sha256(
         json.dumps(parts_of_key, default=str, sort_keys=True).encode()

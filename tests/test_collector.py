@@ -844,6 +844,7 @@ def test_a_state_survives_its_encoding():
 
 class OneTurn:
     stop = ()
+    score_name = "em"
 
     def encode_prompt(self, prompt):
         return list(prompt.token_ids)

@@ -96,7 +96,7 @@ def test_flags_reach_their_fields(spelling):
         (["--loss.eps-low=1.5"], "eps_low"),
         (["--loss.eta-policy=-0.1"], "eta_policy"),
         (["--actor.learning-rate=0"], "learning_rate"),
-        (["--sft.one-hop-share=2"], "one_hop_share"),
+        (["--search.one-hop-share=2"], "one_hop_share"),
         (["--sft.updates=0"], "updates"),
         (["--eval.every=-1"], "every"),
         (["--tiny.num-heads=3"], "num_heads"),

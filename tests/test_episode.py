@@ -61,6 +61,7 @@ class LookUp:
     seconds: float = 0.0
     score: float = 2.0
     stop: tuple[str, ...] = STOP
+    score_name: str = "em"
     calls: list[str] = dataclasses.field(default_factory=list)
     seen: list[tuple[str, object]] = dataclasses.field(default_factory=list)
 

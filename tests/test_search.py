@@ -43,7 +43,7 @@ PROMPT = Prompt(
 @pytest.fixture(scope="module")
 def tokenizer():
     texts = [passage.text for passage in CORPUS] * 3 + ["What is the capital of France?\n"]
-    return data.train_tokenizer(texts, 300)
+    return data.train_tokenizer(texts, 300, tags=TagSet().texts)
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,15 @@ class Action:
 
 @runtime_checkable
 class Task(Protocol):
-    """What an environment provides. `stop` are the strings that end a turn."""
+    """What an environment provides.
+
+    Attributes:
+        stop: strings that end a turn.
+        score_name: which of the figures of `reward` is the result of an evaluation, 0 to 1.
+    """
 
     stop: tuple[str, ...]
+    score_name: str
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of the prompt."""

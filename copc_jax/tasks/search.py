@@ -234,6 +234,8 @@ def search_reward(
 class SearchTask:
     """Question answering with a search tool, as `run_episode` plays it."""
 
+    score_name = "em"
+
     def __init__(
         self,
         tokenizer: Any,

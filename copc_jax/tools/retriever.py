@@ -324,9 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "factbook":
         # Imported late: it builds on this module, and serving does without it.
-        from copc_jax import data
+        from copc_jax import factbook as facts
 
-        write_corpus(arguments.out, data.build_factbook()[0])
+        write_corpus(arguments.out, facts.build_factbook()[0])
         return 0
     try:
         asyncio.run(_serve(arguments.corpus, arguments.host, arguments.port))

