@@ -163,6 +163,7 @@ class PackStats:
         constant_groups: prompt ids whose rewards were all equal, so that their advantage is exactly
             0.
         staleness: realized staleness of what is in the batch, at its first update.
+        places: each trajectory of the batch with its row and its first slot there.
     """
 
     trajectories: int
@@ -174,6 +175,7 @@ class PackStats:
     groups: int
     constant_groups: tuple[str, ...]
     staleness: StalenessStats
+    places: tuple[tuple[Trajectory, int, int], ...]
 
 
 def pack(
@@ -305,6 +307,7 @@ def pack(
         groups=len(groups),
         constant_groups=constant,
         staleness=staleness_stats(kept, learner_version),
+        places=tuple((t, row, start) for t, (row, start, _) in zip(kept, places, strict=True)),
     )
     return batch, stats
 

@@ -260,6 +260,10 @@ def test_every_token_is_packed_once_and_unchanged(episodes, truncated, gamma):
     assert stats.tokens == (~free).sum() and stats.fill == pytest.approx((~free).mean())
     assert stats.action_tokens == sum(int(episode.is_action.sum()) for episode in episodes)
     assert stats.rows_used == batch.segment_ids.any(axis=1).sum()
+    for episode, row, first in stats.places:
+        place = slice(first, first + episode.token_ids.size)
+        np.testing.assert_array_equal(batch.token_ids[row, place], episode.token_ids)
+    assert [id(episode) for episode, _, _ in stats.places] == [id(e) for e in episodes]
 
 
 @given(trajectories())
