@@ -362,6 +362,30 @@ def test_a_crash_of_the_reward_fails_the_episode(server):
         play(server, "<answer>hello</answer>", task=Broken())
 
 
+def test_tools_out_of_order_fail_the_episode(server):
+    # What the policy had nothing to do with must not be scored, nor shown to it.
+    task = LookUp(error=EpisodeFailed("the sandbox is gone"))
+    with pytest.raises(EpisodeFailed, match=r"'q1'.*the sandbox is gone"):
+        play(server, "<search>a</search>", task=task)
+
+
+def test_a_reward_may_be_awaited(server):
+    class Slow(LookUp):
+        async def reward(self, prompt, sampled, info):
+            await asyncio.sleep(0.01)
+            return super().reward(prompt, sampled, info)
+
+    trajectory = play(server, "<answer>hello</answer>", task=Slow())
+    assert (trajectory.reward, trajectory.info["em"]) == (2.0, 1.0)
+
+    class Broken(LookUp):
+        async def reward(self, prompt, sampled, info):
+            raise RuntimeError("verifier died")
+
+    with pytest.raises(EpisodeFailed, match="verifier died"):
+        play(server, "<answer>hello</answer>", task=Broken())
+
+
 def test_an_aborted_episode_is_marked_and_not_scored(server):
     server.script("/generate", Tokens(encode("<answer>hello</answer>"), seconds=5.0))
 

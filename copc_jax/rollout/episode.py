@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 import logging
 import math
@@ -45,6 +46,10 @@ class Action:
     info: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+Score = tuple[float, dict[str, float]]
+"""Reward of an episode, and the task's figures for logs."""
+
+
 @runtime_checkable
 class Task(Protocol):
     """What an environment provides.
@@ -62,13 +67,19 @@ class Task(Protocol):
         ...
 
     async def step(self, text: str, finish: Finish, matched: str | int | None) -> Action:
-        """Act on the text of one complete turn; an exception becomes an observation."""
+        """Act on the text of one complete turn.
+
+        An exception becomes an observation, but for `EpisodeFailed`, which ends the episode.
+        """
         ...
 
     def reward(
         self, prompt: Prompt, sampled: Sequence[str], info: dict[str, float]
-    ) -> tuple[float, dict[str, float]]:
-        """Score the texts that the policy sampled, one a turn, and return figures for logs."""
+    ) -> Score | Awaitable[Score]:
+        """Score the texts that the policy sampled, one a turn, and return figures for logs.
+
+        A coroutine function where scoring takes long enough to hold up other episodes.
+        """
         ...
 
 
@@ -130,7 +141,8 @@ async def run_episode(
         0 and must not be trained on.
 
     Raises:
-        EpisodeFailed: no server could be reached, or the reward could not be computed.
+        EpisodeFailed: no server could be reached, the task's tools are out of order, or the reward
+            could not be computed.
         RolloutError: a server refused the request or sent what cannot be used; this concerns every
             episode and should end the run.
     """
@@ -164,7 +176,7 @@ async def run_episode(
             break
         if generation.finish == "length":
             break
-        action = await _act(task, text, generation, budget.tool_timeout_s)
+        action = await _act(task, prompt, text, generation, budget.tool_timeout_s)
         for name, value in action.info.items():
             info[name] = info.get(name, 0.0) + float(value)
         if action.kind == "end":
@@ -181,7 +193,7 @@ async def run_episode(
         record.add_observation(observation)
     reward, figures = 0.0, {}
     if status != "aborted":
-        reward, figures = _score(task, prompt, turns, info)
+        reward, figures = await _score(task, prompt, turns, info)
     return record.trajectory(
         prompt,
         sample,
@@ -282,11 +294,15 @@ async def _tool_text(call: Awaitable[str], timeout_s: float) -> str:
         return _fault_text(error, timeout_s)
 
 
-async def _act(task: Task, text: str, generation: Generation, timeout_s: float) -> Action:
+async def _act(
+    task: Task, prompt: Prompt, text: str, generation: Generation, timeout_s: float
+) -> Action:
     try:
         return await asyncio.wait_for(
             task.step(text, generation.finish, generation.matched), timeout_s
         )
+    except EpisodeFailed as error:
+        raise EpisodeFailed(f"prompt {prompt.prompt_id!r}: {error}") from error
     except Exception as error:
         return Action("observe", _fault_text(error, timeout_s), {"tool_errors": 1.0})
 
@@ -300,11 +316,10 @@ def _fault_text(error: Exception, timeout_s: float) -> str:
     return f"\nTool error: {type(error).__name__}: {str(error)[:200]}\n"
 
 
-def _score(
-    task: Task, prompt: Prompt, turns: Sequence[str], info: dict[str, float]
-) -> tuple[float, dict[str, float]]:
+async def _score(task: Task, prompt: Prompt, turns: Sequence[str], info: dict[str, float]) -> Score:
     try:
-        reward, figures = task.reward(prompt, turns, info)
+        score = task.reward(prompt, turns, info)
+        reward, figures = await score if inspect.isawaitable(score) else score
     except Exception as error:
         raise EpisodeFailed(f"no reward for prompt {prompt.prompt_id!r}: {error!r}") from error
     if not math.isfinite(reward):
