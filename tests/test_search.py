@@ -1,6 +1,7 @@
 """The search task: actions, observations, rewards, and whole episodes over HTTP."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from copc_jax.tasks.search import (
     extract_answer,
     normalize_answer,
     parse_action,
+    read_tags,
     render_action,
     render_documents,
     render_prompt,
@@ -114,6 +116,24 @@ def test_tags_are_configuration_for_all_that_reads_them(tokenizer):
     assert play(task, ["<search>capital France</search>"])[0][0].info == {"invalid_actions": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("search-r1", TagSet("search", "information", "answer", "think")),
+        ("chain-of-agents", TagSet("wiki_search", "observation", "answer", "think")),
+        ("find, result,reply,plan", TagSet("find", "result", "reply", "plan")),
+    ],
+)
+def test_tag_sets_are_chosen_by_name_or_spelled_out(text, tags):
+    assert read_tags(text) == tags
+
+
+@pytest.mark.parametrize("text", ["verl", "", "a,b,c", "a,b,c,d,e", "a,a,b,c", "a,b c,d,e"])
+def test_other_tag_sets_are_refused(text):
+    with pytest.raises(ValueError, match="tag"):
+        read_tags(text)
+
+
 @pytest.mark.parametrize("names", [{"search": "answer"}, {"search": "a b"}, {"answer": "<x>"}])
 def test_tag_names_that_cannot_be_told_apart_are_refused(names):
     with pytest.raises(ValueError, match="tag name"):
@@ -121,7 +141,8 @@ def test_tag_names_that_cannot_be_told_apart_are_refused(names):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("topk", 0), ("prompt", "no slot"), ("observation", ""), ("document", "x")]
+    ("field", "value"),
+    [("topk", 0), ("max_query_characters", 0), ("max_answer_tags", 0), ("prompt", "no slot"), ("observation", ""), ("document", "x")],
 )
 def test_templates_without_their_slot_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
@@ -156,6 +177,16 @@ def test_an_invalid_turn_is_told_what_is_valid(task, turn):
     assert "search" in actions[0].observation and "answer" in actions[0].observation
     assert parse_action(actions[0].observation) is None
     assert (reward, figures["valid_actions"], figures["searches"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_query_that_is_too_long_is_not_searched_for(tokenizer):
+    task = SearchTask(tokenizer, TantivyRetriever(CORPUS), SearchConfig(max_query_characters=20))
+    longest, longer = "capital France aaaaa", "capital France aaaaaa"
+    actions, reward, _ = play(task, [f"<search>{longer}</search>", "<answer>Paris</answer>"])
+    assert actions[0].info == {"invalid_actions": 1.0}
+    assert actions[0].observation.startswith("<information> Invalid. The query is too long.")
+    assert reward == 1.1
+    assert play(task, [f"<search>{longest}</search>", "<answer>Paris</answer>"])[1] == 2.0
 
 
 @pytest.mark.parametrize("turn", ["<search>capital", "<search>capital France</search>"])
@@ -239,6 +270,17 @@ def test_answers_are_normalized_as_squad_does(text, normalized):
         ("1939\u20131945", ["1939-1945"], 0.0),
         ("1939-1945", ["19391945"], 1.0),
         ("anything", [], 0.0),
+        # A part of the answer, more than it, and text before it.
+        ("Obama", ["Barack Obama"], 0.0),
+        ("Paris|London", ["Paris"], 0.0),
+        # A list needs all of its parts and no others, in any order.
+        ("Ann|Bob", ["Ann|Bob"], 1.0),
+        ("bob | the Ann.", ["Ann|Bob"], 1.0),
+        ("Ann|Ann|Bob", ["Ann|Bob"], 1.0),
+        ("Ann", ["Ann|Bob"], 0.0),
+        ("Ann|Bob|Cid", ["Ann|Bob"], 0.0),
+        ("Ann, Bob", ["Ann|Bob"], 0.0),
+        ("Ann|Bob", ["Cid", "Ann|Bob"], 1.0),
     ],
 )
 def test_exact_match(prediction, golds, score):
@@ -258,6 +300,16 @@ def test_exact_match(prediction, golds, score):
 def test_rewards_of_the_paper(answer, searches, reward):
     sampled = "hm" if answer is None else f"<answer>{answer}</answer>"
     assert search_reward(sampled, ["Paris"], searches) == reward
+
+
+def test_writing_down_everything_earns_a_quarter():
+    right, wrong = "<answer>Paris</answer>", "<answer>Bern</answer>"
+    assert search_reward([wrong] * 9 + [right], ["Paris"], 1) == 2.0
+    assert search_reward([wrong] * 10 + [right], ["Paris"], 1) == 0.5
+    assert search_reward(wrong * 10 + right, ["Paris"], 0) == pytest.approx(1.1 / 4)
+    assert search_reward([right] * 10 + [wrong], ["Paris"], 1) == 0.0
+    config = SearchConfig(max_answer_tags=1)
+    assert search_reward([wrong, right], ["Paris"], 1, config) == 0.5
 
 
 def test_rewards_are_configuration():
@@ -302,11 +354,36 @@ def test_figures_of_an_episode(task):
     assert figures == {
         "em": 1.0,
         "answered": 1.0,
+        "searched": 1.0,
         "searches": 1.0,
         "failed_searches": 0.0,
         "valid_actions": 2.0,
+        "valid_action_rate": pytest.approx(2 / 3),
         "hops": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("turns", "finish", "searched", "rate", "answered"),
+    [
+        (["<search>capital</search>"] * 2 + ["<answer>x</answer>"], "stop", 1.0, 1.0, 1.0),
+        (["<answer>Paris</answer>"], "stop", 0.0, 1.0, 1.0),
+        (["hm", "<search> </search>"], "stop", 0.0, 0.0, 0.0),
+        (["<search>capital"], "length", 0.0, 0.0, 0.0),
+        (["I think <answer>Paris</answer>"], "length", 0.0, 1.0, 1.0),
+        ([], "stop", 0.0, 0.0, 0.0),
+    ],
+)
+def test_rates_are_apart_from_the_reward(task, turns, finish, searched, rate, answered):
+    _, _, figures = play(task, turns, finish=finish)
+    names = ("searched", "valid_action_rate", "answered")
+    assert tuple(figures[name] for name in names) == (searched, rate, answered)
+
+
+def test_the_source_of_a_prompt_is_a_figure(task):
+    for source, figure in (("3-hop", ("hops", 3.0)), ("difficulty-7", ("difficulty", 7.0))):
+        prompt = dataclasses.replace(PROMPT, source=source)
+        assert figure in task.reward(prompt, [], {})[1].items()
 
 
 # Prompts

@@ -21,7 +21,7 @@ from copc_jax.types import Prompt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_HOPS = re.compile(r"(\d+)-hop")
+_LEVEL = re.compile(r"(\d+)-hop|difficulty-(\d+)")
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -60,12 +60,42 @@ class TagSet:
 
 SEARCH_R1_TAGS = TagSet()
 CHAIN_OF_AGENTS_TAGS = TagSet(search="wiki_search", information="observation")
+TAG_SETS: dict[str, TagSet] = {
+    "search-r1": SEARCH_R1_TAGS,
+    "chain-of-agents": CHAIN_OF_AGENTS_TAGS,
+}
+
+
+def read_tags(text: str) -> TagSet:
+    """Return a tag set by its name in `TAG_SETS`, or from four names "search,information,...".
+
+    Args:
+        text: "search-r1", "chain-of-agents", or the names of the tags of search, information,
+            answer and think, separated by commas.
+
+    Raises:
+        ValueError: neither of them; lists what is known.
+    """
+    if text in TAG_SETS:
+        return TAG_SETS[text]
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != len(dataclasses.fields(TagSet)):
+        raise ValueError(
+            f"tags {text!r}: must be {' or '.join(TAG_SETS)}, or four names for search, information,"
+            " answer and think, such as find,result,reply,think"
+        )
+    return TagSet(*names)
+
+
+ANSWER_SEPARATOR = "|"
+"""Between the parts of an answer that is a list, as Chain-of-Agents writes it."""
 
 INSTRUCTIONS = (
     "Answer the question below. Think inside <{think}> and </{think}> whenever you learn something"
     " new. To look something up, write <{search}> your query </{search}>: what is found comes back"
     " between <{information}> and </{information}>. You may look things up as often as you need."
-    " When you know the answer, write only the answer itself inside <{answer}> and </{answer}>.\n"
+    " When you know the answer, write only the answer itself inside <{answer}> and </{answer}>;"
+    " if the answer is several things, give all of them with | in between.\n"
     "Question: {question}\n"
 )
 """Prompt for a pretrained model that has to be told the rules."""
@@ -99,10 +129,16 @@ class SearchConfig:
     """Reward of a wrong answer; the paper does not state it."""
     reward_format: float = 0.0
     """Reward of an episode without an answer; the paper does not state it."""
+    max_query_characters: int = 512
+    """A longer query is no valid action and is not searched for."""
+    max_answer_tags: int = 10
+    """A right answer among more answer tags than these earns a quarter, as in verl's port of
+    Search-R1: it was found by writing down everything."""
 
     def __post_init__(self) -> None:
-        if self.topk < 1:
-            raise ValueError(f"topk must be at least 1, not {self.topk}")
+        for name in ("topk", "max_query_characters", "max_answer_tags"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for field, needed in (
             ("prompt", "{question}"),
             ("observation", "{documents}"),
@@ -200,9 +236,20 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """Return 1.0 when the normalized prediction equals any normalized gold answer, else 0.0."""
-    normalized = normalize_answer(prediction)
-    return float(any(normalized == normalize_answer(gold) for gold in golds))
+    """Return 1.0 when the normalized prediction equals any normalized gold answer, else 0.0.
+
+    A gold answer "A|B" is a list: all of its parts are needed and no others, in any order, as
+    Chain-of-Agents scores them. "A|B" is right, "B | A" too, "A" alone or "A|B|C" not.
+    """
+    return float(
+        any(_answer_parts(prediction, gold) == _answer_parts(gold, gold) for gold in golds)
+    )
+
+
+def _answer_parts(text: str, gold: str) -> set[str]:
+    # Only a list is taken apart: in any other answer the official rule deletes the separator.
+    parts = text.split(ANSWER_SEPARATOR) if ANSWER_SEPARATOR in gold else [text]
+    return {normalize_answer(part) for part in parts}
 
 
 def search_reward(
@@ -217,18 +264,22 @@ def search_reward(
         sampled: text that the policy wrote, as one string or one a turn; neither prompt nor tool
             text.
         golds: acceptable answers.
-        searches: searches that were executed. A result that the policy wrote itself is not one.
+        searches: searches that were executed. A result that the policy wrote itself is not one, nor
+            is a search that failed or whose query was empty or too long.
         config: tags and rewards.
 
     Source: 2.0 with search and 1.1 without are the paper's; the rewards of a wrong answer and of
-    none are assumptions.
+    none are assumptions. The quarter above `max_answer_tags` is verl's.
     """
     answer = extract_answer(sampled, config.tags)
     if answer is None:
         return config.reward_format
     if not exact_match(answer, golds):
         return config.reward_wrong
-    return config.reward_search if searches >= 1 else config.reward_no_search
+    reward = config.reward_search if searches >= 1 else config.reward_no_search
+    turns = [sampled] if isinstance(sampled, str) else sampled
+    tags = sum(turn.count(f"<{config.tags.answer}>") for turn in turns)
+    return reward / 4 if tags > config.max_answer_tags else reward
 
 
 class SearchTask:
@@ -282,16 +333,13 @@ class SearchTask:
             # A cut turn can still hold a finished answer; a search in it may be half of what was
             # meant.
             answered = action is not None and action[0] == "answer"
-            return Action("end", "", {"valid_actions": float(answered)})
+            return Action("end", "", {"valid_actions" if answered else "invalid_actions": 1.0})
         if action is not None and action[0] == "answer":
             return Action("end", "", {"valid_actions": 1.0})
         if action is None or not action[1]:
-            notice = f" Invalid. Use the {tags.search} or {tags.answer} tags and try again."
-            return Action(
-                "observe",
-                render_notice(self.config, notice),
-                {"invalid_actions": 1.0},
-            )
+            return self._refuse(f"Use the {tags.search} or {tags.answer} tags and try again.")
+        if len(action[1]) > self.config.max_query_characters:
+            return self._refuse("The query is too long. Use a few words.")
         try:
             found = await self._retriever.search([action[1]], self.config.topk)
         except RetrieverError:
@@ -299,6 +347,10 @@ class SearchTask:
             return Action("observe", notice, {"valid_actions": 1.0, "failed_searches": 1.0})
         observation = render_documents(self.config, found[0])
         return Action("observe", observation, {"valid_actions": 1.0, "searches": 1.0})
+
+    def _refuse(self, reason: str) -> Action:
+        notice = render_notice(self.config, f" Invalid. {reason}")
+        return Action("observe", notice, {"invalid_actions": 1.0})
 
     def reward(
         self, prompt: Prompt, sampled: Sequence[str], info: Mapping[str, float]
@@ -309,17 +361,26 @@ class SearchTask:
             prompt: the question with its gold answers.
             sampled: text of each turn that the policy sampled.
             info: sums of the figures that `step` returned.
+
+        Returns:
+            The reward, and apart from it: `em`; `answered`; `searched`, 1 with at least one
+            executed search, whose mean over episodes is the search rate; `searches`;
+            `failed_searches`; `valid_actions`; `valid_action_rate`, their share of all turns that
+            acted or tried to; and `hops` or `difficulty`, as the prompt's source says.
         """
         searches = float(info.get("searches", 0.0))
-        hops = _HOPS.fullmatch(prompt.source)
+        valid, invalid = (float(info.get(f"{x}_actions", 0.0)) for x in ("valid", "invalid"))
+        level = _LEVEL.fullmatch(prompt.source)
         answer = extract_answer(sampled, self.config.tags)
         figures = {
             "em": 0.0 if answer is None else exact_match(answer, prompt.gold),
             "answered": float(answer is not None),
+            "searched": float(searches >= 1),
             "searches": searches,
             "failed_searches": float(info.get("failed_searches", 0.0)),
-            "valid_actions": float(info.get("valid_actions", 0.0)),
+            "valid_actions": valid,
+            "valid_action_rate": valid / max(valid + invalid, 1.0),
         }
-        if hops:
-            figures["hops"] = float(hops[1])
+        if level:
+            figures["hops" if level[1] else "difficulty"] = float(level[1] or level[2])
         return search_reward(sampled, prompt.gold, searches, self.config), figures
