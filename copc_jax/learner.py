@@ -87,12 +87,21 @@ class LearnerConfig:
 
 
 class Learner(NamedTuple):
-    """Pure functions over `LearnerState`; `update` and `step` donate the state they are given."""
+    """Pure functions over `LearnerState`; updates and steps donate the state they are given.
+
+    `step_with_targets` is `step` that also hands out what it froze, for people who look at single
+    tokens, and `contributions(batch, targets)` gives two f32[rows, time] to go with it: the
+    advantage that the actor's loss reads, and the factor on each token's grad log pi in the sum of
+    that loss's terms at the start of the batch. The factor is 0 where a mask or a clip removed the
+    token, and positive where the update raises its probability. Neither runs the model again.
+    """
 
     init: Callable[[PyTree], LearnerState]
     prepare: Callable[[LearnerState, Batch], Targets]
     update: Callable[[LearnerState, Batch, Targets], tuple[LearnerState, Metrics]]
     step: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics]]
+    step_with_targets: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics, Targets]]
+    contributions: Callable[[Batch, Targets], tuple[Array, Array]]
     state_sharding: LearnerState
     batch_sharding: NamedSharding
 
@@ -430,7 +439,25 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         state, metrics = apply(state, grads, metrics)
         return extra_critic_steps(state, batch, targets), metrics
 
-    def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics]:
+    def contributions(batch: Batch, targets: Targets) -> tuple[Array, Array]:
+        advantage = for_actor(targets, batch)
+
+        def one(batch: Batch, targets: Targets, advantage: Array) -> Array:
+            def total(logprob: Array) -> Array:
+                loss, metrics = actor_loss(logprob, batch, targets, advantage)
+                return -loss * jax.lax.stop_gradient(metrics["loss"][1])
+
+            return jnp.where(batch.is_action, jax.grad(total)(targets.policy_logprob), 0.0)
+
+        # Cut as the updates cut it: some losses look at all tokens that they are given at once.
+        pieces = method.minibatches * config.micro_batches
+        cut = jax.tree.map(
+            lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]),
+            (batch, targets, advantage),
+        )
+        return advantage, jax.lax.map(lambda piece: one(*piece), cut).reshape(advantage.shape)
+
+    def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics, Targets]:
         if config.micro_batches == 1 and method.minibatches == 1:
             grads, (counts, metrics, targets) = differentiate(
                 (state.actor, state.critic), batch, None, None
@@ -438,7 +465,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             grads = (divide(grads[0], counts[0]), divide(grads[1], counts[1]))
             metrics |= diagnostics(batch, targets)
             state, metrics = apply(state, grads, metrics)
-            return extra_critic_steps(state, batch, targets), metrics
+            return extra_critic_steps(state, batch, targets), metrics, targets
 
         targets = prepare(state, batch)
         advantage = for_actor(targets, batch)
@@ -457,7 +484,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             for name, (total, number) in metrics.items():
                 old = totals.get(name, (jnp.zeros_like(total), jnp.zeros_like(number)))
                 totals[name] = (old[0] + total, old[1] + number)
-        return state, totals
+        return state, totals, targets
 
     def fresh(actor: PyTree) -> LearnerState:
         # A copy: the state is donated by every update, the caller's parameters are not.
@@ -483,7 +510,21 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             in_shardings=(*shard_in, rows_sharding),
             out_shardings=(state_sharding, replicated),
         ),
-        step=jit(step, in_shardings=shard_in, out_shardings=(state_sharding, replicated)),
+        step=jit(
+            lambda state, batch: step(state, batch)[:2],
+            in_shardings=shard_in,
+            out_shardings=(state_sharding, replicated),
+        ),
+        step_with_targets=jit(
+            step,
+            in_shardings=shard_in,
+            out_shardings=(state_sharding, replicated, rows_sharding),
+        ),
+        contributions=jax.jit(
+            contributions,
+            in_shardings=(rows_sharding, rows_sharding),
+            out_shardings=rows_sharding,
+        ),
         state_sharding=state_sharding,
         batch_sharding=rows_sharding,
     )

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from copc_jax import model, sharding, staging
@@ -413,6 +414,53 @@ def test_step_compiles_once_donates_and_keeps_its_sharding(mesh):
     assert learner.step._cache_size() == compiled == 1
     # What the caller gave to `init` is the caller's still.
     assert not any(x.is_deleted() for x in jax.tree.leaves(ACTOR))
+
+
+# --- Single tokens ---------------------------------------------------------------------------
+
+
+@jax.jit
+def pulled(weight, batch):
+    """Give the norm of the gradient of sum(weight * log pi)."""
+
+    def total(actor):
+        hidden = model.forward(actor, MODEL, batch.token_ids, batch.segment_ids, batch.positions)
+        logprob = model.token_logprob(actor, MODEL, hidden, batch.token_ids, batch.segment_ids)
+        return jnp.sum(jnp.where(batch.is_action, weight * logprob, 0.0))
+
+    return optax.tree.norm(jax.grad(total)(ACTOR))
+
+
+# One of each kind: two-sided mask, clip, mask over all tokens, sequence clip, truncated weights.
+@pytest.mark.parametrize("method", ["copc", "ppo", "m2po", "gspo", "vcpo"])
+def test_contributions_of_the_tokens_make_the_gradient_of_the_actor(method):
+    learner, batch = learner_of(method), batch_for(method)
+    advantage, weight = jax.device_get(
+        learner.contributions(batch, learner.prepare(start(learner), batch))
+    )
+    _, metrics = stepped(method)
+    count = metrics["actor/loss"][1]
+    assert pulled(weight, batch) / count == pytest.approx(
+        metrics["actor/gradient_norm"][0], rel=1e-4
+    )
+    assert not weight[~batch.is_action].any()
+    assert np.count_nonzero(weight) == metrics["actor/kept"][0]
+    assert (np.sign(weight) == np.sign(advantage))[weight != 0].all()
+
+
+def test_a_step_hands_out_what_it_froze():
+    learner = learner_of("copc", micro_batches=4)
+    batch = jax.device_put(batch_for("copc"), learner.batch_sharding)
+    want = learner_of("copc").prepare(start(learner), batch)
+    state, metrics, targets = learner.step_with_targets(start(learner), batch)
+    for name, value in vars(want).items():
+        got = getattr(targets, name)
+        assert_close(np.where(batch.is_action, got, 0), np.where(batch.is_action, value, 0))
+    assert_close(jax.device_get((state, metrics)), stepped("copc", micro_batches=4))
+    # Cut into pieces or not, every token has its own factor.
+    assert_close(
+        learner.contributions(batch, targets), learner_of("copc").contributions(batch, targets)
+    )
 
 
 # --- Schedules and precision -----------------------------------------------------------------
