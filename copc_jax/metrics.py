@@ -49,7 +49,8 @@ import tensorboardX
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
-EPISODES_FILE = "episodes.txt"
+EPISODES_FILE = "episodes.jsonl"
+EPISODES_PAGE = "episodes.html"
 CONFIG_FILE = "config.json"
 COMMAND_FILE = "command.txt"
 
@@ -155,7 +156,7 @@ class MetricsLogger:
             lines of its files are dropped, so that no step appears twice.
         console: show progress: a live display on a terminal, otherwise plain lines.
         console_seconds: shortest time between two plain lines.
-        episodes_bytes: size at which episodes.txt stops growing.
+        episodes_bytes: size that episodes.jsonl does not grow beyond.
         stream: text stream of the display. Standard error by default, which leaves pipes alone.
 
     Raises:
@@ -170,7 +171,7 @@ class MetricsLogger:
         resume_step: int | None = None,
         console: bool = True,
         console_seconds: float = 5.0,
-        episodes_bytes: int = 4_000_000,
+        episodes_bytes: int = 64_000_000,
         stream: Any = None,
     ):
         self.run_dir = pathlib.Path(run_dir)
@@ -180,7 +181,9 @@ class MetricsLogger:
         self._last_step = kept[-1]["step"] if kept else -1
         self._start = time.monotonic() - (kept[-1]["time"] if kept else 0.0)
         self._file = path.open("a", encoding="utf-8")
+        episodes = _prepare(self.run_dir / EPISODES_FILE, resume_step)
         self._episodes_bytes = episodes_bytes
+        self._episodes_full = any("limit_bytes" in row for row in episodes)
         self._tensorboard = tensorboardX.SummaryWriter(
             str(self.run_dir / "tensorboard"),
             purge_step=None if resume_step is None else resume_step + 1,
@@ -241,26 +244,24 @@ class MetricsLogger:
         """Says what the run is doing or waiting for until the next call."""
         self._display.say(text)
 
-    def episode(self, step: int, text: str, **facts: Any) -> None:
-        """Appends a sampled episode to episodes.txt, unless the file has reached its limit.
+    def episode(self, record: Mapping[str, Any]) -> None:
+        """Appends an episode to episodes.jsonl, unless the file has reached its limit.
+
+        The last line of a file at its limit says so, as `{"step", "limit_bytes"}`.
 
         Args:
-            step: learner version that the episode is reported at.
-            text: prompt, sampled text and observations as the policy saw them.
-            facts: what stands in the heading, such as prompt, reward and status.
+            record: as `copc_jax.viewer.record` makes it, with the learner version as its step.
         """
-        path = self.run_dir / EPISODES_FILE
-        size = path.stat().st_size if path.exists() else 0
-        if size >= self._episodes_bytes:
+        if self._episodes_full:
             return
-        heading = " | ".join(f"{key} {value}" for key, value in {"update": step, **facts}.items())
-        # A policy can sample escape sequences, which would act on the terminal of the reader.
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        entry = f"==== {heading} ====\n{shown}\n\n"
-        if size + len(entry.encode()) >= self._episodes_bytes:
-            entry += f"(this file has reached {self._episodes_bytes} bytes and ends here)\n"
+        path = self.run_dir / EPISODES_FILE
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        size = path.stat().st_size if path.exists() else 0
+        if size + len(line) > self._episodes_bytes:
+            self._episodes_full = True
+            line = json.dumps({"step": record["step"], "limit_bytes": self._episodes_bytes}) + "\n"
         with path.open("a", encoding="utf-8") as file:
-            file.write(entry)
+            file.write(line)
 
     def close(self) -> None:
         """Ends the display and closes all files; may be called twice."""
@@ -303,6 +304,8 @@ def _prepare(path: pathlib.Path, resume_step: int | None) -> list[dict[str, Any]
     if resume_step is None:
         if rows:
             raise FileExistsError(f"{path} holds another run: resume it or choose another run_dir")
+        return []
+    if not path.exists():
         return []
     kept = [row for row in rows if row["step"] <= resume_step]
     partial = path.with_suffix(".partial")
@@ -574,7 +577,7 @@ def report(run_dir: str | pathlib.Path) -> pathlib.Path:
 
     Reads metrics.jsonl and, where they exist, evaluations.jsonl, config.json (the resolved
     configuration) and command.txt. What was not logged is left out of the pictures and named in the
-    text.
+    text. The page of episodes, where there is one, is linked.
 
     Returns:
         The path of report.md.
@@ -597,7 +600,7 @@ def report(run_dir: str | pathlib.Path) -> pathlib.Path:
                 figure.savefig(run_dir / name, bbox_inches="tight", facecolor="white")
                 pictures.append(name)
     path = run_dir / "report.md"
-    path.write_text(_words(run, pictures), encoding="utf-8")
+    path.write_text(_words(run, pictures, _episodes(run_dir)), encoding="utf-8")
     return path
 
 
@@ -821,7 +824,7 @@ def _draw_time(run: _Run) -> Any:
     return figure
 
 
-def _words(run: _Run, pictures: Sequence[str]) -> str:
+def _words(run: _Run, pictures: Sequence[str], episodes: str) -> str:
     """The text of report.md."""
     config = run.config
     name = [str(config[key]) for key in ("task", "method") if key in config]
@@ -831,6 +834,8 @@ def _words(run: _Run, pictures: Sequence[str]) -> str:
         lines += ["````sh", run.command, "````", ""]
     lines += [f"- {sentence}" for sentence in _findings(run)]
     lines += ["", *(f"![{picture}]({picture})" for picture in pictures), ""]
+    if episodes:
+        lines += [episodes, ""]
     missing = _missing(run)
     if missing:
         lines += ["## What this report cannot say", "", *(f"- {item}" for item in missing), ""]
@@ -844,6 +849,24 @@ def _words(run: _Run, pictures: Sequence[str]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _episodes(run_dir: pathlib.Path) -> str:
+    """Where to read episodes, and whether some were left out; "" without a page of them."""
+    if not (run_dir / EPISODES_PAGE).exists():
+        return ""
+    rows = read_metrics(run_dir, EPISODES_FILE)
+    steps = [row["step"] for row in rows if "limit_bytes" not in row]
+    text = (
+        f"[Episodes, token by token]({EPISODES_PAGE}): {len(steps)} of {len(set(steps))} updates."
+    )
+    for row in rows:
+        if "limit_bytes" in row:
+            text += (
+                f" Recording stopped at update {row['step']}, where {EPISODES_FILE} reached its "
+                f"limit of {row['limit_bytes']} bytes."
+            )
+    return text
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:

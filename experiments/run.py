@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, metrics, model, sharding, staging
+from copc_jax import data, hf, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
@@ -40,14 +40,14 @@ from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, decode_state, encode_state
-from copc_jax.rollout.episode import render, run_episode
+from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.launch import ServerProcess
-from copc_jax.types import Batch, Prompt, Trajectory
+from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
-    *("eval", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
+    *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
     *("rollout.sglang_python", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> Path:
             run.train()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    if (run_dir / metrics.EPISODES_FILE).exists():
+        print(f"episodes: {viewer.write_page(run_dir)}")
     print(f"report: {metrics.report(run_dir)}")
     print(f"{time.monotonic() - started:.0f} s in all")
     return run_dir
@@ -187,7 +189,8 @@ class Run:
         state = abstract(self.state)
         worker = concurrent.futures.ThreadPoolExecutor(1, "compile")
         stack.callback(worker.shutdown, wait=False, cancel_futures=True)
-        return worker.submit(lambda: self.learner.step.lower(state, batch).compile())  # pyright: ignore[reportFunctionMemberAccess]
+        step: Any = self.learner.step_with_targets
+        return worker.submit(lambda: step.lower(state, batch).compile())
 
     @property
     def _last_version(self) -> int:
@@ -252,6 +255,7 @@ class Run:
                 seed=seed,
             )
 
+        self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
         prompts = data.prompt_iterator(
             self.parts.environment.train,
             config.seed,
@@ -326,7 +330,7 @@ class Run:
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
         with self._interrupts.held():
-            self.state, result = step(self.state, device_batch)
+            self.state, result, targets = step(self.state, device_batch)
             values = finish(result)
             self.version += self.method.minibatches
             self.batches += 1
@@ -363,14 +367,11 @@ class Run:
         clock.lap("learner/checkpoint_seconds")
         values |= clock.laps | self._generator.since_last() | self._usage.since_last()
         self.log.log(self.version, values, self._histograms(batch, trajectories))
-        for trajectory in trajectories[:1]:
-            self.log.episode(
-                self.version,
-                render(trajectory, self.parts.tokenizer),
-                prompt=trajectory.prompt_id,
-                reward=trajectory.reward,
-                status=trajectory.status,
-            )
+        every = config.viewer.every
+        if every is None:
+            every = max(config.updates // self.method.minibatches // 50, 1)
+        if every and (last or self.batches % every == 0):
+            self._record_episodes(device_batch, targets, packed)
 
     def _pack(self, trajectories: list[Trajectory]) -> tuple[Batch, list[staging.PackStats]]:
         """Pack a batch to its fixed shape; each minibatch has rows of its own."""
@@ -394,6 +395,35 @@ class Run:
         ]
         batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
         return batch, [stats for _, stats in packed]
+
+    def _record_episodes(
+        self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
+    ) -> None:
+        """Keep some episodes of a trained batch with the figures of their tokens."""
+        advantage, gradient = self.learner.contributions(batch, targets)
+        figures = {"policy_logprob": targets.policy_logprob, "ratio": targets.ratio}
+        if self.method.critic:
+            figures |= {"value": targets.value, "value_target": targets.value_target}
+        figures |= {"advantage": advantage, "gradient": gradient}
+        figures = jax.device_get(figures)
+        rows = batch.reward.shape[0] // len(packed)
+        places = [
+            (trajectory, part * rows + row, start)
+            for part, stats in enumerate(packed)
+            for trajectory, row, start in stats.places
+        ]
+        wanted = self.config.viewer.episodes
+        for trajectory, row, start in places[:: max(len(places) // wanted, 1)][:wanted]:
+            place = slice(start, start + trajectory.token_ids.size)
+            record = viewer.record(
+                trajectory,
+                self.parts.tokenizer,
+                {name: values[row, place] for name, values in figures.items()},
+                step=self.version,
+                trained_by=self.version - self.method.minibatches,
+                prompt=self._prompts.get(trajectory.prompt_id),
+            )
+            self.log.episode(record)
 
     def _publish(self) -> None:
         """Write the actor's weights and hand them to the servers; folders that nobody reads go."""

@@ -323,18 +323,37 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
-def test_episodes_are_readable_text_with_a_limit(tmp_path):
-    with MetricsLogger(tmp_path, console=False, episodes_bytes=600) as logger:
-        logger.episode(7, "Question: Ü?\n<search>\x1b[31mred\x07</search>", prompt="q1", reward=2.0)
-        first = (tmp_path / "episodes.txt").read_text()
-        for _ in range(50):
-            logger.episode(8, "x" * 100, prompt="q2")
-    text = (tmp_path / "episodes.txt").read_text()
-    assert first.startswith("==== update 7 | prompt q1 | reward 2.0 ====\nQuestion: Ü?\n<search>")
-    assert "\x1b" not in text and "\x07" not in text
-    assert text.startswith(first)
-    assert text.count("this file has reached 600 bytes") == 1
-    assert 600 <= len(text.encode()) < 900
+def test_episodes_stop_at_their_limit_and_say_so(tmp_path):
+    record = {"step": 7, "parts": [{"by": "prompt", "text": "Ü\u2028</script>\x1b[31m"}]}
+    with MetricsLogger(tmp_path, console=False, episodes_bytes=400) as logger:
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            logger.episode({"step": 1, "bad": math.nan})
+        for step in range(7, 60):
+            logger.episode(record | {"step": step})
+        logger.log(60, {"reward/mean": 1.0})
+    rows = lines_of(tmp_path / "episodes.jsonl")
+    assert rows[0] == record and 2 < len(rows) < 10
+    assert rows[-1] == {"step": rows[-2]["step"] + 1, "limit_bytes": 400}
+    with MetricsLogger(tmp_path, console=False, episodes_bytes=400, resume_step=60) as logger:
+        logger.episode(record | {"step": 61})
+    assert lines_of(tmp_path / "episodes.jsonl") == rows
+    (tmp_path / "episodes.html").touch()
+    text = report(tmp_path).read_text()
+    assert f"[Episodes, token by token](episodes.html): {len(rows) - 1} of " in text
+    assert f"Recording stopped at update {rows[-1]['step']}" in text
+
+
+def test_episodes_of_a_resumed_run_go_on_without_doubles_or_torn_lines(tmp_path):
+    with MetricsLogger(tmp_path, console=False) as logger:
+        for step in (2, 4, 6):
+            logger.log(step, {})
+            logger.episode({"step": step, "parts": []})
+    with (tmp_path / "episodes.jsonl").open("a") as file:
+        file.write('{"step": 6, "par')  # killed in mid-line
+    with MetricsLogger(tmp_path, console=False, resume_step=4) as logger:
+        logger.log(6, {})
+        logger.episode({"step": 6, "parts": []})
+    assert [row["step"] for row in lines_of(tmp_path / "episodes.jsonl")] == [2, 4, 6]
 
 
 def test_report_states_the_figures(tmp_path):
