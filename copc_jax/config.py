@@ -11,15 +11,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
 from copc_jax.model import ModelConfig
+from copc_jax.tasks.search import read_tags
 
 # Where a run keeps its resolved configuration, inside its folder.
 CONFIG_FILE = "config.json"
@@ -40,6 +41,14 @@ def _require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(value > 0, f"{name} must be more than 0, got {value}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _require_urls(name: str, *urls: str) -> None:
@@ -96,8 +105,20 @@ class TinyModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SearchTaskConfig:
-    """The search task: corpus, retrieval, reward."""
+    """The search task: corpus, format, retrieval, reward."""
 
+    corpus: Literal["factbook", "wikipedia", "phantom"] = "factbook"
+    """Passages and questions. "factbook": one fact a passage, 1 and 2 hops. "wikipedia": long real
+    passages, up to 3 hops; needs the extra of that name. "phantom": a universe of invented people
+    in `phantom_dir`. The last two come with larger token budgets."""
+    phantom_dir: Path | None = None
+    """Folder that the generator of phantom-wiki wrote: articles.json and questions.json."""
+    tags: str = "search-r1"
+    """Tags of actions and results: search-r1, chain-of-agents, or four names for search,
+    information, answer and think, such as find,result,reply,think."""
+    format: Literal["short", "long"] = "short"
+    """"short": the bare question, for the small model. "long": instructions and titled passages,
+    for a pretrained model; needs some 200 tokens more."""
     retriever_url: str | None = None
     """URL of a Search-R1-compatible /retrieve server; none searches in process with tantivy."""
     topk: int = 1
@@ -111,17 +132,61 @@ class SearchTaskConfig:
     reward_format: float = 0.0
     """Reward of an episode without an answer (not stated in the paper, 0 assumed)."""
     one_hop_share: float = 0.8
-    """Share of 2-hop warm-start demonstrations that stop after one hop: what RL has to unlearn."""
+    """Share of warm-start demonstrations of several hops that stop too early: what RL has to
+    unlearn."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot search."""
         _require_least(self, 1, "topk")
+        read_tags(self.tags)
+        _require(
+            self.corpus != "phantom" or self.phantom_dir is not None,
+            "corpus phantom needs phantom_dir, the folder that phantom-wiki's generator wrote",
+        )
         _require(
             0 <= self.one_hop_share <= 1,
             f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
         )
         if self.retriever_url is not None:
             _require_urls("retriever_url", self.retriever_url)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Question files in place of the built-in questions."""
+
+    train: tuple[str, ...] = ()
+    """Files of training questions (JSON lines, JSON, CSV, Parquet; their form is told from their
+    fields), or name=path to name a set; none takes the built-in questions."""
+    held_out: tuple[str, ...] = ()
+    """Files of held-out questions, in the same forms; each source gets a score of its own."""
+    weights: tuple[str, ...] = ()
+    """Share of each training source, as source=number; rows are repeated to reach it. Without any,
+    every row is as likely as any other."""
+    instructions: Literal["strip", "keep"] = "strip"
+    """What to do with instructions that all prompts of a set share: "strip" takes them off, as the
+    task has its own."""
+
+    def __post_init__(self) -> None:
+        """Refuse half a data set, and weights that are no numbers."""
+        _require(
+            bool(self.train) == bool(self.held_out),
+            "data.train and data.held_out must name files together: built-in questions are of "
+            "another kind",
+        )
+        _require(bool(self.train) or not self.weights, "data.weights needs files in data.train")
+        for weight in self.weights:
+            name, _, number = weight.partition("=")
+            _require(
+                bool(name) and _is_number(number),
+                f"data.weights must look like source=2.5, got {weight!r}",
+            )
+
+    @property
+    def source_weights(self) -> dict[str, float]:
+        """`weights` as numbers."""
+        pairs = (weight.partition("=") for weight in self.weights)
+        return {name: float(number) for name, _, number in pairs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,6 +397,8 @@ class RunConfig:
     """Servers and episodes."""
     search: SearchTaskConfig = dataclasses.field(default_factory=SearchTaskConfig)
     """The search task."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Question files."""
     sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
     """Warm start."""
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -405,31 +472,84 @@ class RunConfig:
             )
 
 
+# Five turns are four searches and the answer; a passage of 800 characters has some 300 tokens of the
+# small vocabulary.
+_LONG_PASSAGES = RolloutConfig(
+    max_turns=5, max_tokens=1024, max_new_tokens=48, max_observation_tokens=320
+)
+
 # The paper's table of training settings is not public: all but the numbers of COPC itself are
 # working values found on the laptop task, and README lists them as assumptions.
 PRESETS: dict[str, RunConfig] = {
     "search": RunConfig(task="search"),
+    "search/wikipedia": RunConfig(
+        task="search", rollout=_LONG_PASSAGES, search=SearchTaskConfig(corpus="wikipedia")
+    ),
+    "search/phantom": RunConfig(task="search", rollout=_LONG_PASSAGES),
 }
 
 
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
     """Read the command line over the preset of `--task`, or over the saved run of `--resume`.
 
+    A corpus of the search task may have a preset of its own, "search/<corpus>".
+
     Raises:
         SystemExit: with status 2 and a message that names the field, on unknown flags and
             impossible values; with status 0 after `--help`.
     """
-    folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
-    default = presets.get(task or "", next(iter(presets.values())))
-    if folder is not None:
-        default = _saved(Path(folder))
     return tyro.cli(
         RunConfig,
         args=list(arguments),
-        default=default,
+        default=_default(arguments, presets),
         description="Train a language model with asynchronous off-policy RL.",
         config=(tyro.conf.FlagConversionOff,),
     )
+
+
+Command = TypeVar("Command")
+
+
+def parse_command(
+    kind: type[Command],
+    adapt: Callable[[RunConfig, bool], tuple[Command, RunConfig]],
+    arguments: Sequence[str],
+    description: str,
+    presets: Mapping[str, RunConfig] = PRESETS,
+) -> tuple[Command, RunConfig]:
+    """Read the command line of a command that has flags of its own beside those of a run.
+
+    Args:
+        kind: dataclass of the command's own flags, one of which is `data`: files.
+        adapt: the defaults of both, from the preset of the task and whether `--data` is given.
+        arguments: the command line.
+        description: what `--help` says first.
+        presets: as for `parse`.
+
+    Raises:
+        SystemExit: as `parse` does.
+    """
+    beside = Annotated[kind, tyro.conf.arg(name="")]
+    run = Annotated[RunConfig, tyro.conf.arg(name="")]
+    both = dataclasses.make_dataclass("Both", [("command", beside), ("run", run)])
+    own, config = adapt(_default(arguments, presets), _flag(arguments, "--data") is not None)
+    parsed = tyro.cli(
+        both,
+        args=list(arguments),
+        default=both(own, config),
+        description=description,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    return parsed.command, parsed.run
+
+
+def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunConfig:
+    """What the command line changes: the preset of its task, or the saved run of `--resume`."""
+    folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
+    first = next(iter(presets))
+    corpus = f"{task or first}/{_flag(arguments, '--search.corpus')}"
+    default = presets.get(corpus, presets.get(task or "", presets[first]))
+    return default if folder is None else _saved(Path(folder))
 
 
 def refuse(message: object) -> NoReturn:
