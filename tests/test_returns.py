@@ -358,17 +358,127 @@ def test_any_number_of_batch_axes_with_jit_vmap_or_eagerly(lead):
         close(got.value_target.reshape(-1, TIME), want.value_target, 1e-6)
 
 
-def test_bfloat16_computes_in_float32():
-    batch = on_device(sample_batch())
-    half = {name: x if x.dtype == bool else x.astype(jnp.bfloat16) for name, x in batch.items()}
-    full = {name: x if x.dtype == bool else x.astype(jnp.float32) for name, x in half.items()}
-    for operator in (returns.copc_returns, returns.vtrace, returns.retrace):
-        for low, wide in zip(operator(*core(half)), operator(*core(full)), strict=True):
-            assert low.dtype == jnp.float32
-            same(low, wide)
-    low = returns.importance_ratio(half["value"], half["reward"], half["is_action"])
-    same(low, returns.importance_ratio(full["value"], full["reward"], full["is_action"]))
-    assert returns.whiten(half["value"], half["is_action"]).dtype == jnp.float32
+# Every public function on arrays, as a function of one batch; `group` is an integer a token.
+FUNCTIONS = {
+    "select_actions": lambda b: returns.select_actions(b["is_action"], x=b["reward"], y=b["value"]),
+    "finite_logprob": lambda b: returns.finite_logprob(b["value"], b["is_action"]),
+    "log_importance_ratio": lambda b: returns.log_importance_ratio(
+        b["value"], b["reward"], b["is_action"]
+    ),
+    "importance_ratio": lambda b: returns.importance_ratio(b["value"], b["reward"], b["is_action"]),
+    "corrected_returns": lambda b: [
+        returns.corrected_returns(*core(b), lambda_=0.9, trace=t, first_residual=f)
+        for t, f in OPTIONS
+    ],
+    "copc_returns": lambda b: returns.copc_returns(*core(b), eta_advantage=1.0, lambda_=0.9),
+    "gae": lambda b: returns.gae(*ordered(b, "reward", "value", "discount"), lambda_=0.9),
+    "vtrace": lambda b: returns.vtrace(
+        *core(b), lambda_=0.9, rho_max=1.1, trace_max=1.05, policy_rho_max=1.2
+    ),
+    "retrace": lambda b: returns.retrace(*core(b), lambda_=0.9, trace_max=1.1),
+    "group_advantage": lambda b: [
+        returns.group_advantage(
+            jnp.where(b["is_action"], b["reward"], jnp.nan).astype(b["reward"].dtype),
+            b["group"],
+            scale=scale,
+            weight=weight,
+        )
+        for scale, weight in ((True, None), (False, b["ratio"]), (True, b["ratio"]))
+    ],
+    "whiten": lambda b: returns.whiten(b["reward"], b["is_action"]),
+}
+
+
+def function_batch(rows, garbage=0.0):
+    batch = sample_batch(seed=4, rows=rows, time=8)
+    batch = {
+        name: x if name == "is_action" else np.where(batch["is_action"], x, np.float32(garbage))
+        for name, x in batch.items()
+    }
+    return on_device(batch | {"group": np.tile(np.arange(8) // 4, (rows, 1))})
+
+
+def close_trees(got, want, tolerance=1e-5):
+    jax.tree.map(lambda x, y: close(x, y, tolerance), got, want)
+
+
+def test_every_function_is_listed():
+    listed = set(FUNCTIONS) | {"ratio_interval"}
+    public = {name for name in returns.__all__ if inspect.isfunction(getattr(returns, name))}
+    assert public == listed
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_one_by_one_under_vmap_or_under_shard_map(name):
+    function = FUNCTIONS[name]
+    batch = function_batch(rows=4)
+    alone = jax.jit(function)
+    rows = [alone({key: x[b] for key, x in batch.items()}) for b in range(4)]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=spec, out_specs=spec)
+    close_trees(jax.jit(jax.vmap(function))(batch), want)
+    close_trees(jax.jit(mapped)(batch), want)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bfloat16_computes_in_float32(name):
+    batch = function_batch(rows=1)
+    row = {key: x[0] for key, x in batch.items()}
+    half = {k: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for k, x in row.items()}
+    full = {k: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for k, x in half.items()}
+    function = jax.jit(FUNCTIONS[name])
+    low, wide = function(half), function(full)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(low))
+    close_trees(low, wide, 1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_finite_and_zero_off_action_tokens(name):
+    batch = {key: x[0] for key, x in function_batch(rows=1, garbage=np.nan).items()}
+    fixed = {key: batch.pop(key) for key in ("is_action", "group")}
+
+    def total(batch):
+        leaves = jax.tree.leaves(FUNCTIONS[name](batch | fixed))
+        return sum((x * jnp.arange(1.0, 1 + x.size)).sum() for x in leaves)
+
+    gradients = jax.jit(jax.grad(total))(batch)
+    outside = ~np.asarray(fixed["is_action"])
+    assert outside.any()
+    for key, gradient in gradients.items():
+        assert np.all(np.isfinite(gradient)), key
+        assert np.all(np.asarray(gradient)[outside] == 0), key
+    assert any(np.any(np.asarray(x) != 0) for x in gradients.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_derivatives_are_those_of_the_float64_loops(seed):
+    """Along one direction through rewards, values, discounts and weights at once."""
+    batch = sample_batch(seed)
+    direction = sample_batch(seed + 100)
+    inputs, tangents = map(tuple, (core(batch)[:4], core(direction)[:4]))
+    action, step = batch["is_action"], 1e-6
+
+    def slope(oracle):
+        shifted = [
+            oracle(*[x.astype(np.float64) + sign * step * v
+                     for x, v in zip(inputs, tangents, strict=True)])
+            for sign in (1, -1)
+        ]  # fmt: skip
+        return [(x - y) / (2 * step) for x, y in zip(*shifted, strict=True)]
+
+    for trace, first in OPTIONS:
+        run = lambda *a, key=(trace, first): CORRECTED[key](0.9, *a, action)
+        _, got = jax.jvp(run, inputs, tangents)
+        want = slope(lambda *a, t=trace, f=first: oracles.corrected_returns(*a, action, 0.9, t, f))
+        close(got.advantage, want[0], 2e-4)
+        close(got.value_target, want[1], 2e-4)
+    run = lambda *a: VTRACE(0.9, 1.1, 0.93, 1.27, *a, action)
+    _, got = jax.jvp(run, inputs, tangents)
+    want = slope(lambda *a: oracles.vtrace(*a, action, 0.9, 1.1, 0.93, 1.27))
+    close(got.advantage, want[0], 2e-4)
+    close(got.value_target, want[1], 2e-4)
 
 
 def test_lambda_can_differ_by_token():
@@ -524,8 +634,9 @@ def test_ratio_interval_has_the_paper_s_numbers():
     low, high = jax.jit(returns.ratio_interval)(jnp.float32(0.5))
     close(low, 0.8, 1e-6)
     close(high, 1.28, 1e-6)
-    with pytest.raises(ValueError, match="eta must not be negative"):
-        returns.ratio_interval(-0.1)
+    for eta in (-0.1, -1):
+        with pytest.raises(ValueError, match="eta must not be negative"):
+            returns.ratio_interval(eta)
 
 
 def test_default_interval_of_copc_returns_is_the_paper_s():
@@ -617,6 +728,20 @@ def test_weighted_baseline():
     close(scaled, [0.5, -1.5, 4, 2], 1e-5)
     even = GROUP_ADVANTAGE(reward, group, weight=jnp.full(4, 2.0))
     close(even, GROUP_ADVANTAGE(reward, group), 1e-6)
+
+
+def test_weights_of_a_baseline_need_not_add_up_to_more_than_one():
+    reward, group = jnp.array([1.0, 0.0]), jnp.array([0, 0])
+    got = GROUP_ADVANTAGE(reward, group, scale=False, weight=jnp.array([0.375, 0.125]))
+    close(got, [0.25, -0.75], 1e-6)
+
+
+def test_tiny_differences_are_not_blown_up():
+    """A standard deviation of 1e-6 is doubled, and a variance of 1e-8 too."""
+    got = GROUP_ADVANTAGE(jnp.array([1e-6, -1e-6]), jnp.zeros(2, jnp.int32))
+    close(got, [0.5, -0.5], 1e-4)
+    got = WHITEN(jnp.array([[1e-4, -1e-4]]), jnp.ones((1, 2), bool))
+    close(got, [[0.5**0.5, -(0.5**0.5)]], 1e-4)
 
 
 def test_whiten_over_all_rows_or_over_one():
@@ -724,6 +849,30 @@ def test_shapes_that_would_broadcast_are_refused(bad):
     action = jnp.ones((3, 3), bool)
     with pytest.raises(ValueError, match="reward has shape"):
         returns.select_actions(action, reward=jnp.ones(bad))
+
+
+SHAPED = {
+    returns.corrected_returns: ("reward", "value", "discount", "weight"),
+    returns.copc_returns: ("reward", "value", "discount", "ratio"),
+    returns.gae: ("reward", "value", "discount"),
+    returns.vtrace: ("reward", "value", "discount", "ratio"),
+    returns.retrace: ("reward", "value", "discount", "ratio"),
+    returns.whiten: ("advantage",),
+}
+
+
+@pytest.mark.parametrize("operator", SHAPED, ids=lambda f: f.__name__)
+def test_every_operator_names_the_array_of_a_wrong_shape(operator):
+    right, action = jnp.ones((3, 3)), jnp.ones((3, 3), bool)
+    for wrong in SHAPED[operator]:
+        arrays = [jnp.ones(3) if name == wrong else right for name in SHAPED[operator]]
+        with pytest.raises(Exception, match=wrong):
+            operator(*arrays, action)
+
+
+def test_weights_of_a_group_have_the_shape_of_its_rewards():
+    with pytest.raises(Exception, match="weight"):
+        returns.group_advantage(jnp.ones(3), jnp.zeros(3, jnp.int32), weight=jnp.ones(1))
 
 
 @pytest.mark.parametrize("option", ["trace", "first_residual"])
