@@ -21,7 +21,6 @@ from copc_jax.rollout.episode import (
     EpisodeFailed,
     encode_observation,
     gather_calls,
-    render,
     run_episode,
     turn_seed,
 )
@@ -369,6 +368,16 @@ def test_tools_out_of_order_fail_the_episode(server):
         play(server, "<search>a</search>", task=task)
 
 
+def test_a_reward_is_told_whether_the_episode_was_cut(server):
+    class Told(LookUp):
+        def reward(self, prompt, sampled, info):
+            return info["truncated"], {}
+
+    assert play(server, "<answer>hello</answer>", task=Told()).reward == 0.0
+    cut = play(server, Tokens(encode("<answer>he"), finish="length"), task=Told())
+    assert (cut.reward, cut.status, cut.info) == (1.0, "truncated", {"turns": 1.0})
+
+
 def test_a_reward_may_be_awaited(server):
     class Slow(LookUp):
         async def reward(self, prompt, sampled, info):
@@ -414,7 +423,7 @@ def test_an_aborted_episode_is_marked_and_not_scored(server):
     assert trajectory.is_action.any()
 
 
-# ---------------------------------------------------------------- seeds, logs
+# ---------------------------------------------------------------- seeds
 
 
 def test_turns_have_seeds_of_their_own_that_a_rerun_repeats(server):
@@ -425,22 +434,3 @@ def test_turns_have_seeds_of_their_own_that_a_rerun_repeats(server):
     assert seeds[:3] == seeds[3:6] and len(set(seeds)) == 6
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert turn_seed(None, 0) is None
-
-
-def test_render_marks_who_wrote_what(server):
-    trajectory = play(server, "<search>a\n[tool]</search>", "<answer>hello</answer>")
-    versions = trajectory.weight_version.copy()
-    versions[-1] = 2
-    assert render(dataclasses.replace(trajectory, weight_version=versions), TOKENIZER) == (
-        "=== q1/3 done reward=2 em=1 searches=1 turns=2\n"
-        "[prompt, 4 tokens]\n"
-        "    who?\n"
-        "[sampled v1, 25 tokens]\n"
-        "    <search>a\n"
-        "    [tool]</search>\n"
-        "[tool, 10 tokens]\n"
-        "    [A\n"
-        "    [TOOL]]\n"
-        "[sampled v1-2, 18 tokens]\n"
-        "    <answer>hello</answer>\n"
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import itertools
 import logging
 import math
 from collections.abc import Awaitable, Sequence
@@ -78,7 +77,8 @@ class Task(Protocol):
     ) -> Score | Awaitable[Score]:
         """Score the texts that the policy sampled, one a turn, and return figures for logs.
 
-        A coroutine function where scoring takes long enough to hold up other episodes.
+        `info` holds the sums of what `step` returned, and "truncated": whether a limit cut the
+        episode. A coroutine function where scoring takes long enough to hold up other episodes.
         """
         ...
 
@@ -193,7 +193,8 @@ async def run_episode(
         record.add_observation(observation)
     reward, figures = 0.0, {}
     if status != "aborted":
-        reward, figures = await _score(task, prompt, turns, info)
+        cut = {"truncated": float(status == "truncated")}
+        reward, figures = await _score(task, prompt, turns, info | cut)
     return record.trajectory(
         prompt,
         sample,
@@ -363,29 +364,6 @@ class _Record:
             weight_version=np.array(self._version, np.int32),
             **rest,
         )
-
-
-def render(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
-    """Return an episode as text for logs: prompt, sampled and tool text marked, with versions.
-
-    Line breaks inside a part are kept, indented, so that no part can look like a mark.
-    """
-    info = " ".join(f"{name}={value:g}" for name, value in sorted(trajectory.info.items()))
-    head = f"{trajectory.prompt_id}/{trajectory.sample} {trajectory.status}"
-    lines = [f"=== {head} reward={trajectory.reward:g} {info}".rstrip()]
-    changes = np.flatnonzero(np.diff(trajectory.is_action)) + 1
-    edges = [0, *changes.tolist(), len(trajectory.token_ids)]
-    for start, end in itertools.pairwise(edges):
-        if trajectory.is_action[start]:
-            versions = trajectory.weight_version[start:end]
-            low, high = int(versions.min()), int(versions.max())
-            mark = f"sampled v{low}" if low == high else f"sampled v{low}-{high}"
-        else:
-            mark = "prompt" if start == 0 else "tool"
-        text = _decode(tokenizer, trajectory.token_ids[start:end].tolist())
-        lines.append(f"[{mark}, {end - start} tokens]")
-        lines.append("    " + text.replace("\n", "\n    "))
-    return "\n".join(lines) + "\n"
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
