@@ -446,6 +446,10 @@ class RunConfig:
             f"samples_per_prompt must be at most {most} for method {self.method}, "
             f"got {self.samples_per_prompt}",
         )
+        _require(
+            self.truncated == "terminal" or row.critic,
+            f"truncated must be terminal for method {self.method}: bootstrap needs a critic",
+        )
         pieces = row.minibatches * self.micro_batches * self.mesh.data
         _require(
             self.batch_size % pieces == 0,
@@ -512,7 +516,7 @@ Command = TypeVar("Command")
 
 def parse_command(
     kind: type[Command],
-    adapt: Callable[[RunConfig, bool], tuple[Command, RunConfig]],
+    adapt: Callable[[RunConfig, Callable[[str], str | None]], tuple[Command, RunConfig]],
     arguments: Sequence[str],
     description: str,
     presets: Mapping[str, RunConfig] = PRESETS,
@@ -520,8 +524,9 @@ def parse_command(
     """Read the command line of a command that has flags of its own beside those of a run.
 
     Args:
-        kind: dataclass of the command's own flags, one of which is `data`: files.
-        adapt: the defaults of both, from the preset of the task and whether `--data` is given.
+        kind: dataclass of the command's own flags.
+        adapt: the defaults of both, from the preset of the task and a function that gives the value
+            of a flag, such as "--data", or None where it is not there.
         arguments: the command line.
         description: what `--help` says first.
         presets: as for `parse`.
@@ -532,7 +537,7 @@ def parse_command(
     beside = Annotated[kind, tyro.conf.arg(name="")]
     run = Annotated[RunConfig, tyro.conf.arg(name="")]
     both = dataclasses.make_dataclass("Both", [("command", beside), ("run", run)])
-    own, config = adapt(_default(arguments, presets), _flag(arguments, "--data") is not None)
+    own, config = adapt(_default(arguments, presets), lambda name: _flag(arguments, name))
     parsed = tyro.cli(
         both,
         args=list(arguments),
@@ -550,6 +555,19 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     corpus = f"{task or first}/{_flag(arguments, '--search.corpus')}"
     default = presets.get(corpus, presets.get(task or "", presets[first]))
     return default if folder is None else _saved(Path(folder))
+
+
+def for_method(config: RunConfig, method: str | None) -> RunConfig:
+    """Put what a method prescribes in the place of the task's defaults; flags go over both.
+
+    An unknown method changes nothing here and is refused where flags are read.
+    """
+    row = METHODS.get(method or config.method)
+    warmup = row.warmup_updates.get(config.task) if row else None
+    if warmup is None:
+        return config
+    actor = dataclasses.replace(config.actor, warmup_updates=warmup)
+    return dataclasses.replace(config, actor=actor)
 
 
 def refuse(message: object) -> NoReturn:

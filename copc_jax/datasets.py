@@ -265,14 +265,20 @@ def _question(row: Mapping[str, Any], where: str, name: str | None, path: Path) 
     stem = path.stem
     if _SPLIT.fullmatch("_" + stem):
         stem = f"{path.absolute().parent.name}_{stem}"
-    source = name or _source(fields.get("data_source")) or _SPLIT.sub("", stem)
+    inside = _source(fields.get("data_source"))
+    source = name or inside or _SPLIT.sub("", stem)
     own = next((fields[key] for key in _ID if fields.get(key) not in (None, "")), None)
     if own is not None and (isinstance(own, bool) or not isinstance(own, str | int)):
         raise DataError(f"{where}: an id must be a text or a whole number, got {_short(own)}")
     number = where.rpartition(":")[2]
     return _Question(
         where=where,
-        prompt_id=f"{name or stem}/{number}" if own is None else f"{source}/{own}",
+        # The sets of a mixture may use the same ids, also when the file has a name of its own.
+        prompt_id="/".join(
+            [name or stem, number]
+            if own is None
+            else [source, *([inside] if name and inside else []), str(own)]
+        ),
         source=source,
         question=_asked(fields, where),
         gold=_gold(fields, where),
