@@ -156,8 +156,10 @@ def _backward(
     reward, value, discount, weight, trace = select_actions(
         is_action, reward=reward, value=value, discount=discount, weight=weight, trace=trace
     )
-    is_action = jnp.asarray(is_action, jnp.bool_)
-    decay = discount * jnp.asarray(lambda_, jnp.float32)
+    lambda_ = jnp.asarray(lambda_, jnp.float32)
+    if lambda_.ndim:
+        (lambda_,) = select_actions(is_action, lambda_=lambda_)
+    decay = discount * lambda_
 
     def step(carry, token):
         next_value, next_acc = carry
@@ -381,7 +383,7 @@ def group_advantage(
         scale: divide by the standard deviation; False keeps rewards in their own unit.
         weight: non-negative weights of the baseline, `sum(weight * reward) / sum(weight)`. VCPO's
             baseline has `ratio**2 * |gradient of the response's log-probability|**2` here. None is
-            the plain mean.
+            the plain mean; the baseline of a group without any weight is 0.
 
     Source: DAPO (arXiv 2503.14476); VCPO (arXiv 2602.17616) for the weights.
     """
@@ -392,7 +394,7 @@ def group_advantage(
         if weight is None
         else select_actions(present, weight=weight)[0]
     )
-    same = (group_id[:, None] == group_id[None, :]) & present[:, None] & present[None, :]
+    same = (group_id[:, None] == group_id[None, :]) & present[None, :]
 
     def group_mean(x: Array, w: Array) -> Array:
         total = jnp.where(same, w[None, :], 0.0).sum(-1)
@@ -420,8 +422,7 @@ def whiten(
 
     Tokens that an actor mask will drop count too, so the statistics do not depend on the mask. The
     variance is the population's; 1e-8 is added to it. Without any action token the result is 0.
-    Returns and value targets are never
-    whitened: whiten after forming them.
+    Returns and value targets are never whitened: whiten after forming them.
     """
     (advantage,) = select_actions(is_action, advantage=advantage)
     count = jnp.maximum(jnp.sum(is_action, dtype=jnp.float32), 1.0)

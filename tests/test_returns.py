@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -494,6 +495,25 @@ def test_lambda_can_differ_by_token():
     same(varied.advantage[1:], constant.advantage[1:])
 
 
+def test_lambda_of_each_token_is_read_on_action_tokens_only():
+    batch = {name: x[0] for name, x in on_device(sample_batch()).items()}
+    inputs = ordered(batch, "reward", "value", "discount")
+    outside = ~np.asarray(batch["is_action"])
+    assert outside.any()
+
+    @jax.jit
+    def slopes(lambda_):
+        run = lambda lambda_, reward: returns.gae(reward, *inputs[1:], lambda_=lambda_).advantage
+        return jax.jacobian(run, argnums=(0, 1))(lambda_, inputs[0])
+
+    want = slopes(jnp.where(outside, 0.0, 0.5))
+    got = slopes(jnp.where(outside, jnp.nan, 0.5))
+    same(got[0], want[0])
+    same(got[1], want[1])
+    with pytest.raises(ValueError, match="lambda_ has shape"):
+        returns.gae(*inputs, lambda_=jnp.ones(1))
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_rows_give_the_same_bits(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
@@ -861,22 +881,31 @@ SHAPED = {
 }
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Without the type checks of the tests, as users call the package."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.mark.parametrize("operator", SHAPED, ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("unchecked")
 def test_every_operator_names_the_array_of_a_wrong_shape(operator):
     right, action = jnp.ones((3, 3)), jnp.ones((3, 3), bool)
     for wrong in SHAPED[operator]:
         arrays = [jnp.ones(3) if name == wrong else right for name in SHAPED[operator]]
-        with pytest.raises(Exception, match=wrong):
+        with pytest.raises(ValueError, match=f"^{wrong} has shape"):
             operator(*arrays, action)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_weights_of_a_group_have_the_shape_of_its_rewards():
-    with pytest.raises(Exception, match="weight"):
+    with pytest.raises(ValueError, match="weight has shape"):
         returns.group_advantage(jnp.ones(3), jnp.zeros(3, jnp.int32), weight=jnp.ones(1))
 
 
 @pytest.mark.parametrize("option", ["trace", "first_residual"])
+@pytest.mark.usefixtures("unchecked")
 def test_unknown_options_are_named(option):
     batch = on_device(sample_batch())
-    with pytest.raises(Exception, match=option):
+    with pytest.raises(ValueError, match=f"{option} must be .* got 'retrace'"):
         returns.corrected_returns(*core(batch), **{option: "retrace"})
