@@ -23,7 +23,7 @@ import re
 import sqlite3
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from copc_jax.data import Segment
@@ -43,7 +43,8 @@ class Relation:
     Attributes:
         name: words that passages, questions and search queries share.
         kind: what the value is, so that demonstrations exchange like for like.
-        questions: questions for the value; `{}` is the subject or a clause that describes it.
+        questions: questions for the value; `{}` is the subject or a clause that describes it. ()
+            where the value is only a way to the next one.
         clauses: descriptions of the subject by the value `{}`; () where the value never names one
             subject.
         bridges: descriptions of the value by the subject `{}`, for values that are subjects
@@ -68,8 +69,15 @@ def _relation(
 ) -> Relation:
     questions = (f"What is the {name} of {{}}?", f"Name the {name} of {{}}.", question)
     clauses = (f"the {noun} whose {name} is {{}}", f"the {noun} with the {name} {{}}")
-    bridges = (f"the {name} of {{}}", f"the country that is the {name} of {{}}")
+    bridges = (f"the {name} of {{}}",)
+    if kind == "country":
+        bridges += (f"the country that is the {name} of {{}}",)
     return Relation(name, kind, questions, clauses if unique else (), bridges if bridge else ())
+
+
+def _maker(name: str, question: str) -> Relation:
+    questions = (question, f"Name the {name} of {{}}.")
+    return Relation(name, "name", questions, bridges=(f"the {name} of {{}}",))
 
 
 RELATIONS: dict[str, Relation] = {
@@ -100,7 +108,12 @@ RELATIONS: dict[str, Relation] = {
             unique=True,
         ),
         _relation(
-            "discoverer", "name", "Who is the discoverer of {}?", noun="element", unique=True
+            "discoverer",
+            "name",
+            "Who is the discoverer of {}?",
+            noun="element",
+            unique=True,
+            bridge=True,
         ),
         _relation(
             "discovery year",
@@ -115,6 +128,29 @@ RELATIONS: dict[str, Relation] = {
             "Which land is the discovery country of {}?",
             bridge=True,
         ),
+        # Facts of longer texts, such as those of `copc_jax.wikipedia`.
+        _maker("author", "Who wrote {}?"),
+        _maker("director", "Who directed {}?"),
+        _maker("composer", "Who composed {}?"),
+        _maker("painter", "Who painted {}?"),
+        _maker("sculptor", "Who made {}?"),
+        Relation(
+            "birth year", "year", ("In which year was {} born?", "Name the birth year of {}.")
+        ),
+        Relation("death year", "year", ("In which year did {} die?", "Name the death year of {}.")),
+        # Texts give the nationality, so this leads on and is never asked for itself.
+        Relation(
+            "nationality and country",
+            "country",
+            (),
+            bridges=("the home country of {}", "the country of which {} is or was a national"),
+        ),
+        Relation(
+            "location",
+            "country",
+            ("In which country is {}?", "Name the country where {} is located."),
+            bridges=("the country where {} is located", "the country in which {} lies"),
+        ),
     )
 }
 """Kinds of facts. Partners are the largest by trade, neighbors by the length of the border."""
@@ -127,23 +163,27 @@ class Fact:
     Attributes:
         subject: country or thing, as the passages name it.
         relation: name of the `Relation`.
-        value: the answer as the passage words it.
+        value: the answer.
         aliases: other acceptable wordings.
+        stated_in: the passage that states the fact; by default it has one of its own.
+        evidence: how that passage words the value; by default as it is.
     """
 
     subject: str
     relation: str
     value: str
     aliases: tuple[str, ...] = ()
+    stated_in: str = ""
+    evidence: str = ""
 
     @property
     def passage_id(self) -> str:
         """Identifier of the passage that states the fact."""
-        return f"{self.subject}/{self.relation}"
+        return self.stated_in or f"{self.subject}/{self.relation}"
 
     @property
     def passage(self) -> Passage:
-        """The passage that states the fact, and nothing else."""
+        """A passage that states the fact, and nothing else."""
         return Passage(
             self.passage_id, self.subject, state_fact(self.relation, self.subject, self.value)
         )
@@ -157,9 +197,13 @@ def state_fact(relation: str, subject: str, value: str) -> str:
 def read_fact(passage: Passage) -> tuple[str, str] | None:
     """Return (relation, value) of a passage in the form of `state_fact`, or None for other text."""
     head, found, value = passage.text.partition(f" of {passage.title} is ")
-    if not found or not head.startswith("The ") or not value.endswith("."):
+    relation = head.removeprefix("The ")
+    if not found or relation not in RELATIONS or not value.endswith("."):
         return None
-    return head.removeprefix("The "), value.removesuffix(".")
+    return relation, value.removesuffix(".")
+
+
+LIST_SEPARATOR = f" {search.ANSWER_SEPARATOR} "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +214,24 @@ class Hop:
         relation: name of the relation, the first words of the query.
         entity: subject or value that is known before the step, the last words of the query.
         passage_id: the passage that answers.
-        answer: what the step finds out, as the passage words it.
+        answer: what the step finds out. Several values are joined by " | ".
+        evidence: how the passage words it where it does not say the answer itself, such as
+            "Swiss" for Switzerland.
+        backward: the step goes from the value of a fact to its subject.
     """
 
     relation: str
     entity: str
     passage_id: str
     answer: str
+    # Not shown: the names of questions are made of what is.
+    evidence: str = dataclasses.field(default="", repr=False)
+    backward: bool = dataclasses.field(default=False, repr=False)
+
+    @property
+    def answers(self) -> list[str]:
+        """The values that the step finds out."""
+        return self.answer.split(LIST_SEPARATOR)
 
     @property
     def query(self) -> str:
@@ -192,8 +247,9 @@ class Question:
         id: unique.
         template: the question with `{}` in place of `chain[0].entity`.
         golds: acceptable answers, the passage's own wording first.
-        chain: one hop a search.
+        chain: one hop a search; () where no way of single searches is known.
         subjects: every country or thing that the chain touches; splits share none.
+        source: what evaluations tell questions apart by; by default the number of hops.
     """
 
     id: str
@@ -201,11 +257,12 @@ class Question:
     golds: tuple[str, ...]
     chain: tuple[Hop, ...]
     subjects: tuple[str, ...]
+    source: str = ""
 
     @property
     def question(self) -> str:
         """The question as it is asked."""
-        return self.template.format(self.chain[0].entity)
+        return self.template.format(self.chain[0].entity) if self.chain else self.template
 
     @property
     def hops(self) -> int:
@@ -215,7 +272,8 @@ class Question:
     def to_prompt(self) -> Prompt:
         """Return the record that rollouts take."""
         message = {"role": "user", "content": self.question}
-        return Prompt(self.id, messages=(message,), gold=self.golds, source=f"{self.hops}-hop")
+        source = self.source or f"{self.hops}-hop"
+        return Prompt(self.id, messages=(message,), gold=self.golds, source=source)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -441,7 +499,7 @@ def _country_facts(
     facts = []
     for relation, (value, aliases) in values.items():
         if RELATIONS[relation].kind == "country":
-            aliases = _country_aliases(value)
+            aliases = country_aliases(value)
         facts += _checked_fact(subject, relation, value, aliases)
     return facts
 
@@ -458,8 +516,18 @@ def _checked_fact(
     return [Fact(subject, relation, plain, tuple(a for a in others if a != plain))]
 
 
-def _country_aliases(name: str) -> tuple[str, ...]:
+def country_aliases(name: str) -> tuple[str, ...]:
+    """Return other names of a country, in lower case."""
     return tuple(alias for alias, country in _COUNTRY_ALIASES.items() if country == name)
+
+
+def dependent_territories() -> set[str]:
+    """Return the names of places of the factbook that belong to a country."""
+    return {
+        _country_name(code, country)
+        for code, country in _load_countries().items()
+        if _field(country, "Government", "Dependency status")
+    }
 
 
 def country_facts() -> list[Fact]:
@@ -512,7 +580,7 @@ def element_facts(countries: Iterable[str]) -> list[Fact]:
             "discovery country": place if place in known else "",
         }
         for relation, value in values.items():
-            aliases = _country_aliases(value) if relation == "discovery country" else ()
+            aliases = country_aliases(value) if relation == "discovery country" else ()
             facts += _checked_fact(name, relation, value, aliases)
     return facts
 
@@ -558,88 +626,170 @@ def build_factbook(
     # Every subject draws for itself: what else is in the corpus changes neither its split nor its
     # questions.
     held_out = {s for s in subjects if random.Random(f"{seed}/{s}").random() < held_out_share}
-    plans = _plans(facts, max_sharing)
     limits = {1: one_hop_per_subject, 2: two_hop_per_subject}
+    splits = ask(facts, held_out, seed=seed, limits=limits, max_sharing=max_sharing)
+    return [fact.passage for fact in facts], *splits
+
+
+def ask(
+    facts: Sequence[Fact],
+    held_out: Collection[str],
+    *,
+    seed: int,
+    limits: Mapping[int, int],
+    max_sharing: int,
+    max_ending: int | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> tuple[list[Question], list[Question]]:
+    """Choose and word questions on facts.
+
+    Args:
+        facts: what can be asked for, and what leads to it.
+        held_out: subjects that only held-out questions touch; training questions touch only others.
+        seed: seed of the choice and of the wording.
+        limits: at most so many questions a subject, by their hops, 1 to 3; 1-hop questions are
+            never more than 2-hop ones in all.
+        max_sharing: no question has an answer that more subjects share.
+        max_ending: at most so many questions of a split, with several hops, end in the same fact.
+        texts: texts of the passages by their identifiers. With it, an answer that stands in a
+            passage before the last one of its chain is not asked for: that would be a shorter way.
+
+    Returns:
+        Training and held-out questions.
+    """
+    subjects = sorted({fact.subject for fact in facts})
+    plans = _plans(facts, max_sharing, max(limits))
+    order = list(subjects)
+    if max_ending is not None:
+        # Otherwise the first letters of the alphabet would use the endings up.
+        random.Random(seed).shuffle(order)
     splits: list[list[Question]] = []
-    for inside in (set(subjects) - held_out, held_out):
-        chosen: dict[int, list[Question]] = {1: [], 2: []}
-        for subject, hops in itertools.product(subjects, limits):
+    for inside in (set(subjects) - set(held_out), set(held_out)):
+        chosen: dict[int, list[Question]] = {hops: [] for hops in limits}
+        endings: Counter[str] = Counter()
+        for subject, hops in itertools.product(order, limits):
             fitting = [plan for plan in plans[subject, hops] if inside.issuperset(plan.subjects)]
             rng = random.Random(f"{seed}/{subject}/{hops}")
             rng.shuffle(fitting)
-            worded = (_word(plan, rng) for plan in fitting)
-            chosen[hops] += itertools.islice(filter(None, worded), limits[hops])
+            taken = 0
+            for plan in fitting:
+                if taken == limits[hops]:
+                    break
+                ending = f"{plan.facts[-1].passage_id} {plan.facts[-1].relation}"
+                if hops > 1 and max_ending is not None and endings[ending] == max_ending:
+                    continue
+                question = _word(plan, rng)
+                if question is None or (texts is not None and _stands_earlier(question, texts)):
+                    continue
+                endings[ending] += hops > 1
+                chosen[hops].append(question)
+                taken += 1
         rng = random.Random(seed)
         rng.shuffle(chosen[1])
-        questions = chosen[2] + chosen[1][: len(chosen[2])]
+        questions = [q for hops in limits if hops > 1 for q in chosen[hops]]
+        questions += chosen[1][: len(chosen[2])]
         rng.shuffle(questions)
         splits.append(questions)
-    return [fact.passage for fact in facts], splits[0], splits[1]
+    return splits[0], splits[1]
 
 
 class _Plan(NamedTuple):
-    """A chain that can be asked for: one fact, and with two hops a fact on what it leads to."""
+    """A chain that can be asked for: facts, each of which is on what the one before led to."""
 
-    fact: Fact
+    facts: tuple[Fact, ...]
     backward: bool  # The first step goes from the value to the subject.
-    target: Fact | None
     subjects: tuple[str, ...]
 
 
-def _plans(facts: Sequence[Fact], max_sharing: int) -> Mapping[tuple[str, int], list[_Plan]]:
+def _plans(
+    facts: Sequence[Fact], max_sharing: int, max_hops: int
+) -> Mapping[tuple[str, int], list[_Plan]]:
     """Return what can be asked, by the subject of the first passage and the number of hops."""
     normalized = {fact: search.normalize_answer(fact.value) for fact in facts}
     sharing = Counter((fact.relation, normalized[fact]) for fact in facts)
-    # The value of a fact can be a country that no passage of the chain is about.
+    # The value of a fact can be a subject that no passage of the chain is about.
+    known = {fact.subject for fact in facts}
     touched = {
         fact: (fact.subject, fact.value)
         if RELATIONS[fact.relation].kind == "country"
+        or (RELATIONS[fact.relation].bridges and fact.value in known)
         else (fact.subject,)
         for fact in facts
     }
     targets: dict[str, list[Fact]] = defaultdict(list)
+    bridges: dict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
-        if sharing[fact.relation, normalized[fact]] <= max_sharing:
+        relation = RELATIONS[fact.relation]
+        if relation.questions and sharing[fact.relation, normalized[fact]] <= max_sharing:
             targets[fact.subject].append(fact)
+        if relation.bridges:
+            bridges[fact.subject].append(fact)
     plans: dict[tuple[str, int], list[_Plan]] = defaultdict(list)
+
+    def extend(start: Fact, backward: bool) -> None:
+        """Add the chains of several hops that begin with a fact."""
+        reached = start.subject if backward else start.value
+        ways = [((start,), reached, touched[start])]
+        for hops in range(2, max_hops + 1):
+            # A way that comes back to a subject, or asks for what it began with, is none.
+            for way, end, subjects in ways:
+                plans[start.subject, hops] += [
+                    _Plan((*way, target), backward, subjects + touched[target])
+                    for target in targets[end]
+                    if not (backward and end == start.subject and target.relation == start.relation)
+                ]
+            ways = [
+                ((*way, bridge), bridge.value, subjects + touched[bridge])
+                for way, end, subjects in ways
+                for bridge in bridges[end]
+                if bridge.value not in subjects
+            ]
+
     for fact in facts:
         relation = RELATIONS[fact.relation]
         own = touched[fact]
-        one_hop, two_hop = plans[fact.subject, 1], plans[fact.subject, 2]
         if fact in targets[fact.subject]:
-            one_hop.append(_Plan(fact, False, None, own))
+            plans[fact.subject, 1].append(_Plan((fact,), False, own))
         if relation.clauses and sharing[fact.relation, normalized[fact]] == 1:
-            one_hop.append(_Plan(fact, True, None, own))
-            others = [t for t in targets[fact.subject] if t.relation != fact.relation]
-            two_hop += [_Plan(fact, True, target, own + touched[target]) for target in others]
+            plans[fact.subject, 1].append(_Plan((fact,), True, own))
+            extend(fact, backward=True)
         if relation.bridges:
-            two_hop += [_Plan(fact, False, t, own + touched[t]) for t in targets[fact.value]]
+            extend(fact, backward=False)
     return plans
 
 
 def _word(plan: _Plan, rng: random.Random) -> Question | None:
     """Ask for a chain in one wording; None when the question gives an answer of it away."""
-    fact, backward, target, subjects = plan
-    relation = RELATIONS[fact.relation]
-    start, end = (fact.value, fact.subject) if backward else (fact.subject, fact.value)
-    chain = (Hop(fact.relation, start, fact.passage_id, end),)
-    if target is not None:
-        chain += (Hop(target.relation, target.subject, target.passage_id, target.value),)
+    (first, *others), backward, subjects = plan
+    relation = RELATIONS[first.relation]
+    start, end = (first.value, first.subject) if backward else (first.subject, first.value)
+    evidence = "" if backward else first.evidence
+    chain = [Hop(first.relation, start, first.passage_id, end, evidence, backward)]
+    chain += [Hop(f.relation, f.subject, f.passage_id, f.value, f.evidence) for f in others]
+    golds = (others[-1].value, *others[-1].aliases) if others else (first.value, *first.aliases)
+    if others:
         clause = rng.choice(relation.clauses if backward else relation.bridges)
-        template = rng.choice(RELATIONS[target.relation].questions).format(clause)
-        golds = (target.value, *target.aliases)
+        for bridge in others[:-1]:
+            clause = rng.choice(RELATIONS[bridge.relation].bridges).format(clause)
+        template = rng.choice(RELATIONS[others[-1].relation].questions).format(clause)
     elif backward:
         template = f"What is {rng.choice(relation.clauses)}?"
-        golds = (fact.subject, *_country_aliases(fact.subject))
+        golds = (first.subject, *country_aliases(first.subject))
     else:
         template = rng.choice(relation.questions)
-        golds = (fact.value, *fact.aliases)
     text = search.normalize_answer(template.format(start))
-    answers = dict.fromkeys((*golds, *(hop.answer for hop in chain)))
-    if any(_mentions(text, search.normalize_answer(answer)) for answer in answers):
+    secrets = dict.fromkeys((*golds, *(hop.evidence or hop.answer for hop in chain)))
+    secrets |= dict.fromkeys(hop.answer for hop in chain)
+    if any(_mentions(text, search.normalize_answer(secret)) for secret in secrets):
         return None
-    name = hashlib.sha256(f"{template}|{chain}".encode()).hexdigest()[:12]
-    return Question(name, template, golds, chain, tuple(dict.fromkeys(subjects)))
+    name = hashlib.sha256(f"{template}|{tuple(chain)}".encode()).hexdigest()[:12]
+    return Question(name, template, golds, tuple(chain), tuple(dict.fromkeys(subjects)))
+
+
+def _stands_earlier(question: Question, texts: Mapping[str, str]) -> bool:
+    earlier = [search.normalize_answer(texts[hop.passage_id]) for hop in question.chain[:-1]]
+    golds = [search.normalize_answer(gold) for gold in question.golds]
+    return any(_mentions(text, gold) for text in earlier for gold in golds)
 
 
 def _mentions(text: str, secret: str) -> bool:
@@ -666,23 +816,22 @@ def demonstrations(
     """Yield episodes for supervised training, in the very text of `SearchTask`.
 
     An episode is the prompt, then turns and observations in alternation; turns are marked True. The
-    mix leaves room for
-    RL: most 2-hop episodes stop after the first passage and answer, wrongly, with what they read
-    there.
+    mix leaves room for RL: most episodes of several hops stop too early and answer, wrongly, with
+    what they read last.
 
     Args:
-        questions: training questions.
+        questions: training questions; those without a chain are left out.
         retriever: answers each query of the chains once; a question whose passage it misses is left
             out.
         passages: corpus, whose names and words stand in when values are exchanged.
         config: format of the episodes.
         seed: seed of all choices.
         count: number of episodes; None never ends.
-        one_hop_share: share of the 2-hop episodes that stop after one hop.
+        one_hop_share: share of the episodes of several hops that stop before their last one.
         no_search_share: share of the episodes that guess at once.
         shuffle_values: share of the episodes in which every name and value is exchanged for
             another, in question, queries, passages and answer alike. They state no true fact: only
-            reading can answer them.
+            reading can answer them. In longer texts the names and values of the chain are.
     """
     for name, share in (
         ("one_hop_share", one_hop_share),
@@ -695,7 +844,8 @@ def demonstrations(
     usable = [
         question
         for question in questions
-        if all(any(p.id == hop.passage_id for p, *_ in found[hop.query]) for hop in question.chain)
+        if question.chain
+        and all(any(p.id == hop.passage_id for p, *_ in found[hop.query]) for hop in question.chain)
     ]
     if not usable:
         raise ValueError("the retriever finds the passages of none of the questions")
@@ -708,6 +858,11 @@ def demonstrations(
     while count is None or made < count:
         question = rng.choice(usable)
         exchange = _Exchange(pools, rng) if rng.random() < shuffle_values else _keep
+        if isinstance(exchange, _Exchange):
+            for hop in question.chain:
+                # What a text only implies, as "Swiss" does Switzerland, cannot be another name.
+                if hop.evidence:
+                    exchange.keep(hop.answer)
         yield _demonstrate(
             question, found, config, exchange, pools, rng, one_hop_share, no_search_share
         )
@@ -766,36 +921,40 @@ def _demonstrate(
         return [*segments, (search.render_action(config, "answer", guess), True)]
     chain = question.chain
     if len(chain) > 1 and rng.random() < one_hop_share:
-        chain = chain[:1]
+        chain = chain[: 1 if len(chain) == 2 else rng.randint(1, len(chain) - 1)]
     answer = ""
     for hop in chain:
         query = f"{hop.relation} {swap(hop.entity, _entity_kind(hop))}"
-        passages = [_exchanged(*item, swap) for item in found[hop.query]]
         segments.append((search.render_action(config, "search", query), True))
+        if any(not relation for _, relation, _ in found[hop.query]):
+            # Only names that are known can be exchanged within a text.
+            for part in hop.answers:
+                swap(part, _answer_kind(hop))
+        passages = [_exchanged(*item, swap) for item in found[hop.query]]
         segments.append((search.render_documents(config, passages), False))
-        answer = swap(hop.answer, _answer_kind(hop))
+        answer = LIST_SEPARATOR.join(swap(part, _answer_kind(hop)) for part in hop.answers)
     segments.append((search.render_action(config, "answer", answer), True))
     return segments
 
 
 def _entity_kind(hop: Hop) -> Kind:
-    return (
-        "country"
-        if hop.passage_id == f"{hop.entity}/{hop.relation}"
-        else RELATIONS[hop.relation].kind
-    )
+    return RELATIONS[hop.relation].kind if hop.backward else "country"
 
 
 def _answer_kind(hop: Hop) -> Kind:
-    return RELATIONS[hop.relation].kind if _entity_kind(hop) == "country" else "country"
+    return "country" if hop.backward else RELATIONS[hop.relation].kind
 
 
 def _exchanged(passage: Passage, relation: str, value: str, swap: _Swap) -> Passage:
-    if not relation or swap is _keep:
+    if not isinstance(swap, _Exchange):
         return passage
+    if not relation:
+        return dataclasses.replace(
+            passage, title=swap.within(passage.title), text=swap.within(passage.text)
+        )
     subject = swap(passage.title, "country")
-    kind = RELATIONS[relation].kind if relation in RELATIONS else "name"
-    return Passage(passage.id, subject, state_fact(relation, subject, swap(value, kind)))
+    text = state_fact(relation, subject, swap(value, RELATIONS[relation].kind))
+    return Passage(passage.id, subject, text)
 
 
 class _ValuePools:
@@ -808,7 +967,7 @@ class _ValuePools:
         for passage in passages:
             fact = read_fact(passage)
             pools["country"][passage.title] = None
-            if fact is not None and fact[0] in RELATIONS:
+            if fact is not None:
                 pools[RELATIONS[fact[0]].kind][fact[1]] = None
         self._values = {kind: list(values) for kind, values in pools.items()}
         words = {
@@ -847,6 +1006,15 @@ class _Exchange:
                 substitute = self._pools.draw(kind, self._rng)
             self._substitutes[text] = substitute
         return self._substitutes[text]
+
+    def keep(self, text: str) -> None:
+        """Exchange a name for itself."""
+        self._substitutes[text] = text
+
+    def within(self, text: str) -> str:
+        """Exchange the names that were exchanged so far wherever they stand in a text."""
+        names = "|".join(re.escape(name) for name in sorted(self._substitutes, key=len)[::-1])
+        return re.sub(rf"(?<!\w)({names})(?!\w)", lambda m: self._substitutes[m[0]], text)
 
 
 def tokenizer_texts(
