@@ -28,7 +28,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,6 @@ UNMASKED = frozenset({"cispo", "reinforce", "retrace", "vcpo", "vtrace"})
 
 # A UTF-8 character has at most four bytes, and a token of a byte-level vocabulary at least one.
 _CHARACTER_TOKENS = 4
-_ANSWER = re.compile(r"<answer>(.*?)</answer>|\\boxed\{(.*)\}", re.DOTALL)
 
 
 def record(
@@ -53,6 +52,7 @@ def record(
     step: int,
     trained_by: int,
     prompt: Prompt | None = None,
+    extract_answer: Callable[[Sequence[str]], str | None] = lambda turns: None,
 ) -> dict[str, Any]:
     """Return the record of one trained episode; the module says what is in it.
 
@@ -66,6 +66,7 @@ def record(
         step: learner version after the update.
         trained_by: learner version before it.
         prompt: what the episode answers, for its source and gold answers.
+        extract_answer: takes the sampled texts, one a turn, and gives the answer in them, if any.
     """
     mask = trajectory.is_action
     versions = trajectory.weight_version[mask]
@@ -78,6 +79,7 @@ def record(
         else:
             text = tokenizer.decode(ids, skip_special_tokens=False)
             parts.append({"by": "prompt" if start == 0 else "tool", "text": text})
+    turns = ["".join(t or "" for t in part["tokens"]) for part in parts if part["by"] == "policy"]
     tokens = {
         "token_id": trajectory.token_ids[mask].tolist(),
         "weight_version": versions.tolist(),
@@ -91,11 +93,13 @@ def record(
         "sample": trajectory.sample,
         "source": prompt.source if prompt else "",
         "gold": list(prompt.gold) if prompt else [],
-        "answer": _answer(parts),
+        "answer": extract_answer(turns),
         "reward": float(trajectory.reward),
         "status": trajectory.status,
         "lag": [int(trained_by - versions.max()), int(trained_by - versions.min())],
-        "info": dict(zip(trajectory.info, _rounded(trajectory.info.values()), strict=True)),
+        "info": dict(
+            zip(trajectory.info, _rounded(np.array([*trajectory.info.values()])), strict=True)
+        ),
         "parts": parts,
         "tokens": tokens,
     }
@@ -134,17 +138,8 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str | No
     return texts
 
 
-def _answer(parts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The last thing that looks like an answer in what the policy sampled."""
-    sampled = "\n".join(
-        "".join(text or "" for text in part["tokens"]) for part in parts if part["by"] == "policy"
-    )
-    found = _ANSWER.findall(sampled)
-    return "".join(found[-1]).strip() if found else None
-
-
-def _rounded(values: Iterable[float]) -> list[float | None]:
-    return [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [float(f"{x:.4g}") if math.isfinite(x) else None for x in values.tolist()]
 
 
 def write_page(run_dir: str | pathlib.Path, page: str | pathlib.Path | None = None) -> pathlib.Path:
