@@ -116,7 +116,7 @@ DEFAULT_SOURCES = (
     ProblemSource(
         "basic_arithmetic",
         1.0,
-        {"min_terms": 3, "max_terms": 4, **_THREE_DIGITS},
+        {"min_terms": 3, "max_terms": 4, "allow_parentheses": False, **_THREE_DIGITS},
     ),
 )
 """Numbers of three digits are single tokens to the small model's tokenizer."""
@@ -318,7 +318,7 @@ def demonstrations(
         run: runs code and returns what it prints.
         seed: seed of all choices.
         count: number of episodes; None never ends.
-        direct_share: share of the episodes that guess a number of the right length at once.
+        direct_share: share of the episodes that answer at once with a number of the question.
         slip_share: share of the others in which the code has one wrong operation.
 
     Raises:
@@ -337,7 +337,7 @@ def demonstrations(
         problem = rng.choice(usable)
         prompt = (render_prompt(problem.question), False)
         if rng.random() < direct_share:
-            yield [prompt, (render_answer(_guess(problem.gold, rng)), True)]
+            yield [prompt, (render_answer(_guess(problem, rng)), True)]
             continue
         code = _slip(problem.code, rng) if rng.random() < slip_share else problem.code
         printed = run(code).strip()
@@ -349,13 +349,14 @@ def demonstrations(
         ]
 
 
-def _guess(gold: str, rng: random.Random) -> str:
-    """Return another number of the same sign and length."""
-    guess = gold
-    while guess == gold:
-        digits = (rng.choice("0123456789") if c.isdigit() else c for c in gold)
-        guess = re.sub(r"^(-?)0+(?=\d)", r"\1", "".join(digits))
-    return guess
+def _guess(problem: Problem, rng: random.Random) -> str:
+    """Return a number of the question that is not the answer.
+
+    It is as wrong as any other, and a small model learns from it to copy numbers; numbers from
+    nowhere would teach it nothing.
+    """
+    numbers = [n for n in re.findall(r"\d+(?:\.\d+)?", problem.question) if n != problem.gold]
+    return rng.choice(numbers or ["0"])
 
 
 _OPERATION = re.compile(r"(?<= )[+*-](?= )|gcd|lcm")
@@ -369,6 +370,16 @@ def _slip(code: str, rng: random.Random) -> str:
         return code
     match = rng.choice(found)
     return code[: match.start()] + _CONFUSED[match[0]] + code[match.end() :]
+
+
+TOKEN_PATTERN = r"\d{1,3}| ?[^\w\s] ?| ?\p{L}+|\s+"
+"""What a token of the small model may span (tokenizers' regular expressions).
+
+Three digits are one token, the same wherever a number stands, and a sign is one token with the
+spaces around it. So an operator is next to its numbers, and copying an expression is a matter of
+looking at what followed the same two tokens before. Single digits are ambiguous within a few
+numbers: with them a model of two layers has not learned to copy after a thousand updates.
+"""
 
 
 def tokenizer_texts(

@@ -20,7 +20,7 @@ from copc_jax.problems import (
     mix,
     tokenizer_texts,
 )
-from copc_jax.tasks.verify import check_gold, math_reward
+from copc_jax.tasks.verify import check_gold, extract_boxed, math_reward
 
 SMALL = MathProblemsConfig(train=400, held_out=100)
 FORMAT = {
@@ -179,6 +179,7 @@ def test_guesses_are_wrong_and_do_not_compute(splits):
     episodes = demonstrations(splits[0], **FORMAT, run=run, count=200, direct_share=1.0)
     for prompt, answer in episodes:
         assert math_reward(answer[0], golds[prompt[0]]) == 0.0
+        assert extract_boxed(answer[0]) in prompt[0]
         assert answer[1] is True
 
 

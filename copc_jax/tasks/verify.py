@@ -134,7 +134,7 @@ def _clean(text: str) -> str:
     return text
 
 
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_PLAIN = r"(?:\d{1,3}(?:[,\ ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _UNITS = (
     "percent|degrees?|dollars?|cents?|euros?|pounds?|mm|cm|km|inch(?:es)?|feet|foot|ft|yards?|miles?"
     "|met(?:er|re)s?|kg|grams?|lit(?:er|re)s?|seconds?|sec|minutes?|min|hours?|days?|weeks?|months?"
@@ -179,7 +179,7 @@ class _Number:
 
 
 def _fraction(text: str) -> Fraction:
-    return Fraction(text.replace(",", "").rstrip("."))
+    return Fraction(re.sub("[, ]", "", text).rstrip("."))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,7 +205,7 @@ def _number(text: str) -> _Number | None:
         exponent = match["e"] or match["power"] or match["power_digit"]
         value = _fraction(match["decimal"]) * Fraction(10) ** int(exponent or 0)
         if exponent or "." in match["decimal"]:
-            digits = len(re.sub(r"[.,]", "", match["decimal"]).lstrip("0"))
+            digits = len(re.sub("[., ]", "", match["decimal"]).lstrip("0"))
     unit = (match["unit"] or match["bare_unit"] or "").strip().lower().rstrip("s")
     return _Number(
         -value if match["sign"] == "-" else value,
@@ -237,22 +237,26 @@ def _equal(answer: _Number, gold: _Number) -> bool:
 
 _RATIO = re.compile(r"\d\s*:\s*\d")
 _LETTER = re.compile(r"\(?\s*([A-Za-z])\s*\)?")
+_SHORT_WORDS = {"yes", "no", "odd", "none"}
 
 
 def _word(text: str) -> str | None:
-    r"""Return the normalized word or words that text consists of, or None for mathematics.
-
-    Without a font command around them, fewer than four letters are a product of variables.
-    """
+    """Return the normalized words that text consists of, or None for anything else."""
     cleaned = _clean(text)
-    letter = _LETTER.fullmatch(cleaned)
-    if letter:
+    if letter := _LETTER.fullmatch(cleaned):
         return letter[1]
     if not re.fullmatch(r"[A-Za-z]+(?:(?:[ .,']+|-)[A-Za-z]+)*", cleaned):
         return None
-    if cleaned in text and not re.search(r"[A-Za-z]{4}", cleaned):
-        return None
     return " ".join(cleaned.casefold().split())
+
+
+def _is_word(gold: str) -> bool:
+    """Tell words from products of variables: by length, or by a font command around them."""
+    word = _word(gold)
+    if word is None:
+        return False
+    plain = word == " ".join(gold.casefold().strip(" .$").split())
+    return not plain or len(word) == 1 or word in _SHORT_WORDS or bool(re.search("[a-z]{4}", word))
 
 
 def verify_exactly(answer: str, gold: str) -> bool | None:
@@ -266,9 +270,8 @@ def verify_exactly(answer: str, gold: str) -> bool | None:
     squeezed = [re.sub(r"\s", "", _clean(text)) for text in (answer, gold)]
     if any(_RATIO.search(text) for text in squeezed):
         return squeezed[0] == squeezed[1]
-    word = _word(gold)
-    if word is not None:
-        return _word(answer) == word
+    if _is_word(gold):
+        return _word(answer) == _word(gold)
     return True if squeezed[0] == squeezed[1] else None
 
 
@@ -410,7 +413,7 @@ class Verifier:
 
     def parses(self, gold: str) -> bool:
         """Return whether a gold answer can be compared at all."""
-        if _number(gold) or _word(gold) or _RATIO.search(_clean(gold)):
+        if _number(gold) or _is_word(gold) or _RATIO.search(_clean(gold)):
             return True
         return self._ask({"gold": _clean(gold)})
 
@@ -509,7 +512,7 @@ def check_gold(gold: str, row: str, verifier: Verifier | None = None) -> None:
         problem = "is a whole solution"
     elif not _balanced(gold):
         problem = "has unbalanced braces"
-    elif re.search(r"(?:(?<!\\)\b[A-Za-z]{2,}\b[ ,]+){3}", gold) and _word(gold) is None:
+    elif re.search(r"(?:(?<!\\)\b[A-Za-z]{2,}\b[ ,]+){3}", gold) and not _is_word(gold):
         problem = "is a sentence"
     elif not (verifier or _shared()).parses(gold):
         problem = "cannot be read as mathematics"
