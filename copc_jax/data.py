@@ -30,7 +30,7 @@ def train_tokenizer(
     *,
     special_tokens: Sequence[str] = (PAD_TOKEN, END_TOKEN),
     tags: Sequence[str] = (),
-    digits: bool = False,
+    pattern: str | None = None,
 ) -> tokenizers.Tokenizer:
     """Train a byte-level BPE tokenizer: any text goes in and comes out unchanged.
 
@@ -43,19 +43,19 @@ def train_tokenizer(
         vocab_size: ids in all, special tokens and tags included.
         special_tokens: first ids; padding and end of text.
         tags: tag texts that get one id each.
-        digits: give every digit a token of its own, so that numbers are copied digit by digit.
+        pattern: regular expression (Oniguruma) of the longest pieces that a token may span; by
+            default GPT-2's. Numbers are copied more easily where it cuts them alike everywhere.
     """
     size = vocab_size - len(tags)
     smallest = 256 + len(special_tokens)
     if size < smallest:
         raise ValueError(f"vocab_size must be at least {smallest + len(tags)}, not {vocab_size}")
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if digits:
-        single = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([single, byte_level])  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        tokenizer.pre_tokenizer = byte_level  # pyright: ignore[reportAttributeAccessIssue]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    if pattern is not None:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        byte_level = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.pre_tokenizer = byte_level  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()
     added = [tokenizers.AddedToken(tag, special=False, normalized=False) for tag in tags]
     trainer = trainers.BpeTrainer(

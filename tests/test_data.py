@@ -18,13 +18,18 @@ def test_a_vocabulary_without_room_for_bytes_is_refused():
     assert small.decode(small.encode("ü<answer>").ids) == "ü<answer>"
 
 
-def test_every_digit_is_a_token_of_its_own_when_asked():
-    texts = ["1234 5678 1234 5678"] * 20
+def test_a_pattern_bounds_what_a_token_spans():
+    texts = ["12345678 1234 5678"] * 20
     merged = data.train_tokenizer(texts, 300)
-    single = data.train_tokenizer(texts, 300, digits=True)
     assert len(merged.encode("12345678").ids) < 8
+    single = data.train_tokenizer(texts, 300, pattern=r"\d")
     assert len(single.encode("12345678").ids) == 8
-    assert single.decode(single.encode(" 12 + 345").ids) == " 12 + 345"
+    triples = data.train_tokenizer(["123 456 78 678"] * 20, 300, pattern=r"\d{1,3}|[^\d]+")
+    # The same tokens wherever a number stands.
+    assert triples.encode("12345678").tokens == ["123", "456", "78"]
+    assert triples.encode("x 123+456").tokens[-3:] == ["123", "+", "456"]
+    for tokenizer in (merged, single, triples):
+        assert tokenizer.decode(tokenizer.encode(" 12 +\n345 ü").ids) == " 12 +\n345 ü"
 
 
 # Prompts

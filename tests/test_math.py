@@ -42,7 +42,7 @@ CODE, ANSWER = "<code>print(123 * 45)</code>", r"<answer>\boxed{5535}</answer>"
 def tokenizer():
     texts = ["Calculate 123 * 45.\n", r"print(123 * 45) \boxed{5535}"] * 9
     marks = tuple(dict.fromkeys(SHORT.texts + QWEN.texts))
-    return data.train_tokenizer(texts, 320, tags=marks, digits=True)
+    return data.train_tokenizer(texts, 320, tags=marks, pattern=r"\d|[^\d]+")
 
 
 @pytest.fixture(scope="module")
