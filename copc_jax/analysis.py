@@ -208,7 +208,7 @@ def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     `coupling/effective_sample_size` (fraction of the tokens), `coupling/log_ratio_std`,
     `coupling/explained_variance` (of the target by the critic) and
     `coupling/residual_rho_correlation` (between |residual| and |rho - 1|). A figure that would
-    divide by a variance of zero is left out.
+    divide by a variance of zero, or whose moments are not there, is left out.
     """
     mean = {
         name: float(total) / float(count)
@@ -228,10 +228,11 @@ def finish(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
 
     mean["coupling/log_ratio_std"] = math.sqrt(variance("log_ratio", "log_ratio_square"))
     mean["coupling/effective_sample_size"] = moment("ratio") ** 2 / moment("ratio_square")
-    target = variance("value_target", "value_target_square")
-    if target > 0:
-        unexplained = variance("value_error", "value_error_square")
-        mean["coupling/explained_variance"] = 1.0 - unexplained / target
+    if "coupling/value_target" in mean:
+        target = variance("value_target", "value_target_square")
+        if target > 0:
+            unexplained = variance("value_error", "value_error_square")
+            mean["coupling/explained_variance"] = 1.0 - unexplained / target
     spread = math.sqrt(
         variance("residual_magnitude", "residual_square")
         * variance("rho_deviation", "rho_deviation_square")

@@ -554,7 +554,9 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     first = next(iter(presets))
     corpus = f"{task or first}/{_flag(arguments, '--search.corpus')}"
     default = presets.get(corpus, presets.get(task or "", presets[first]))
-    return default if folder is None else _saved(Path(folder))
+    if folder is not None:
+        return _saved(Path(folder))
+    return for_method(default, _flag(arguments, "--method"))
 
 
 def for_method(config: RunConfig, method: str | None) -> RunConfig:

@@ -86,6 +86,18 @@ class LearnerConfig:
     logprob_chunk: int | None = None
 
 
+class ActorInputs(NamedTuple):
+    """What the actor's loss reads of a whole batch, frozen before it is cut into pieces.
+
+    Attributes:
+        advantage: f32[rows, time], whitened where the method does so.
+        kept: bool[rows, time] of the method's `token_mask`, None where it has none.
+    """
+
+    advantage: Array
+    kept: Array | None
+
+
 class Learner(NamedTuple):
     """Pure functions over `LearnerState`; updates and steps donate the state they are given.
 
@@ -222,24 +234,35 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         reward = batch.reward + jnp.pad(after[:, 1:], ((0, 0), (0, 1)))
         return dataclasses.replace(batch, reward=reward)
 
-    def for_actor(targets: Targets, batch: Batch) -> Float[Array, "rows time"]:
+    def for_actor(targets: Targets, batch: Batch) -> ActorInputs:
         """Whiten last and over the whole batch: returns themselves stay linear in the reward."""
+        advantage = targets.advantage
         if method.whiten:
-            return returns.whiten(targets.advantage, batch.is_action)
-        return targets.advantage
+            advantage = returns.whiten(advantage, batch.is_action)
+        kept = None
+        if method.token_mask is not None:
+            kept = method.token_mask(
+                loss_config,
+                targets.policy_logprob,
+                batch.behavior_logprob,
+                advantage,
+                batch.is_action,
+            )
+        return ActorInputs(advantage, kept)
 
     def actor_loss(
-        logprob: Array, batch: Batch, targets: Targets, advantage: Array
+        logprob: Array, batch: Batch, targets: Targets, inputs: ActorInputs
     ) -> tuple[Array, Metrics]:
         return method.actor_loss(
             loss_config,
             logprob,
             batch.behavior_logprob,
             targets.policy_logprob,
-            advantage,
+            inputs.advantage,
             batch.is_action,
             reduce=config.reduce,
             segment_ids=batch.segment_ids,
+            kept=inputs.kept,
         )
 
     def critic_loss(value: Array, targets: Targets, batch: Batch) -> tuple[Array, Metrics]:
@@ -262,7 +285,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             batch.is_action,
             lambda_=loss_config.lambda_,
         )
-        return analysis.coupling_estimates(
+        estimates = analysis.coupling_estimates(
             targets.policy_logprob,
             batch.behavior_logprob,
             targets.value,
@@ -279,9 +302,16 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             lambda_=loss_config.lambda_,
             first_residual=loss_config.first_residual,
         )
+        if method.critic:
+            return estimates
+        # Without a critic its value and its error mean nothing.
+        return {k: v for k, v in estimates.items() if not k.startswith("coupling/value_")}
 
     def losses_of(
-        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets | None, advantage: Any
+        networks: tuple[PyTree, PyTree],
+        batch: Batch,
+        targets: Targets | None,
+        inputs: ActorInputs | None,
     ) -> tuple[Array, tuple[tuple[Array, Array], Metrics, Targets]]:
         """Sum both losses times their denominators: micro-batches add before they divide."""
         actor, critic = networks
@@ -289,8 +319,9 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         value = value_of(critic, batch)
         if targets is None:
             targets = freeze(logprob, value, batch)
-            advantage = for_actor(targets, batch)
-        loss, actor_metrics = actor_loss(logprob, batch, targets, advantage)
+        if inputs is None:
+            inputs = for_actor(targets, batch)
+        loss, actor_metrics = actor_loss(logprob, batch, targets, inputs)
         actor_count = jax.lax.stop_gradient(actor_metrics["loss"][1])
         total = loss * actor_count
         metrics = {f"actor/{name}": pair for name, pair in actor_metrics.items()}
@@ -343,13 +374,13 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         return jax.lax.scan(add, zero, pieces)[0]
 
     def gradients(
-        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets, advantage: Array
+        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets, inputs: ActorInputs
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         def one(*piece: Any) -> Any:
             grads, (counts, metrics, _) = differentiate(networks, *piece)
             return grads, counts, metrics
 
-        grads, counts, metrics = accumulate(one, batch, targets, advantage)
+        grads, counts, metrics = accumulate(one, batch, targets, inputs)
         return (divide(grads[0], counts[0]), divide(grads[1], counts[1])), metrics
 
     def apply(
@@ -433,29 +464,21 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         return update_part(state, batch, targets, for_actor(targets, batch))
 
     def update_part(
-        state: LearnerState, batch: Batch, targets: Targets, advantage: Array
+        state: LearnerState, batch: Batch, targets: Targets, inputs: ActorInputs
     ) -> tuple[LearnerState, Metrics]:
-        grads, metrics = gradients((state.actor, state.critic), batch, targets, advantage)
+        grads, metrics = gradients((state.actor, state.critic), batch, targets, inputs)
         state, metrics = apply(state, grads, metrics)
         return extra_critic_steps(state, batch, targets), metrics
 
     def contributions(batch: Batch, targets: Targets) -> tuple[Array, Array]:
-        advantage = for_actor(targets, batch)
+        inputs = for_actor(targets, batch)
 
-        def one(batch: Batch, targets: Targets, advantage: Array) -> Array:
-            def total(logprob: Array) -> Array:
-                loss, metrics = actor_loss(logprob, batch, targets, advantage)
-                return -loss * jax.lax.stop_gradient(metrics["loss"][1])
+        def total(logprob: Array) -> Array:
+            loss, metrics = actor_loss(logprob, batch, targets, inputs)
+            return -loss * jax.lax.stop_gradient(metrics["loss"][1])
 
-            return jnp.where(batch.is_action, jax.grad(total)(targets.policy_logprob), 0.0)
-
-        # Cut as the updates cut it: some losses look at all tokens that they are given at once.
-        pieces = method.minibatches * config.micro_batches
-        cut = jax.tree.map(
-            lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]),
-            (batch, targets, advantage),
-        )
-        return advantage, jax.lax.map(lambda piece: one(*piece), cut).reshape(advantage.shape)
+        factor = jax.grad(total)(targets.policy_logprob)
+        return inputs.advantage, jnp.where(batch.is_action, factor, 0.0)
 
     def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics, Targets]:
         if config.micro_batches == 1 and method.minibatches == 1:
@@ -468,7 +491,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             return extra_critic_steps(state, batch, targets), metrics, targets
 
         targets = prepare(state, batch)
-        advantage = for_actor(targets, batch)
+        inputs = for_actor(targets, batch)
         totals: Metrics = diagnostics(batch, targets)
         count = method.minibatches
         size = batch.reward.shape[0] // count
@@ -477,7 +500,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
                 lambda x, i=index: jax.lax.with_sharding_constraint(
                     x[i * size : (i + 1) * size], rows_sharding
                 ),
-                (batch, targets, advantage),
+                (batch, targets, inputs),
             )
             state, metrics = update_part(state, *part)
             # Sums and counts add, so that the log shows all minibatches and not the last.

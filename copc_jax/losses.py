@@ -795,8 +795,7 @@ def second_moment_mask(
 
     Only `candidate` tokens count and can be dropped; the rest is True. Tokens of exactly the
     smallest dropped square are dropped together, so the result does not depend on the order of
-    rows. The tokens of the whole call are ranked: micro-batches would each have a cut of their own,
-    and devices gather the squares.
+    rows. The tokens of the whole call are ranked; devices gather the squares.
     """
     (square,) = select_actions(candidate, square=jnp.square(log_ratio))
     ranked = jnp.sort(jnp.where(candidate, square, jnp.inf).ravel())
@@ -808,6 +807,30 @@ def second_moment_mask(
     return ~candidate | ~(square >= first_dropped)
 
 
+def m2po_mask(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    threshold: Scalar = 0.04,
+    harmful_only: bool = False,
+) -> Bool[Array, "*batch time"]:
+    """Tokens that M2PO trains on, ranked over the whole call; True off action tokens.
+
+    Micro-batches would each have a cut of their own: this is for the batch that they are cut from,
+    see `m2po_actor_loss`, whose arguments these are.
+
+    Source: M2PO (arXiv 2510.01161).
+    """
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    log_ratio = jax.lax.stop_gradient(
+        log_importance_ratio(policy_logprob, behavior_logprob, is_action)
+    )
+    candidate = is_action & (advantage * log_ratio > 0) if harmful_only else is_action
+    return second_moment_mask(log_ratio, candidate, threshold=threshold)
+
+
 def m2po_actor_loss(
     policy_logprob: Float[Array, "*batch time"],
     behavior_logprob: Float[Array, "*batch time"],
@@ -816,12 +839,13 @@ def m2po_actor_loss(
     *,
     threshold: Scalar = 0.04,
     harmful_only: bool = False,
+    kept: Bool[Array, "*batch time"] | None = None,
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Weight by the ratio and drop the tokens that make its second moment too large.
 
-        loss = -reduce( sg(M) * r * A ),   r = pi / mu,   M = second_moment_mask(log r)
+        loss = -reduce( sg(M) * r * A ),   r = pi / mu,   M = m2po_mask(pi, mu, A)
 
     Args:
         policy_logprob: see the module.
@@ -832,16 +856,25 @@ def m2po_actor_loss(
         harmful_only: only tokens that the update moves further away (A > 0 and r > 1, or A < 0 and
             r < 1) count and can be dropped, as in the authors' code, which clips where this masks.
             False ranks all tokens, as AReaL's version does.
+        kept: `m2po_mask` of a batch that this call sees a part of; None ranks the tokens of this
+            call, by the two settings above.
         reduce: see the module.
         segment_ids: see the module.
 
     Source: M2PO (arXiv 2510.01161).
     """
+    if kept is None:
+        kept = m2po_mask(
+            policy_logprob,
+            behavior_logprob,
+            advantage,
+            is_action,
+            threshold=threshold,
+            harmful_only=harmful_only,
+        )
     (advantage,) = _fixed(is_action, advantage=advantage)
     log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
     frozen = jax.lax.stop_gradient(log_ratio)
-    candidate = is_action & (advantage * frozen > 0) if harmful_only else is_action
-    kept = second_moment_mask(frozen, candidate, threshold=threshold)
     return _finish_actor(
         jnp.where(kept, jnp.exp(log_ratio), 0.0) * advantage,
         policy_logprob,

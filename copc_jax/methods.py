@@ -127,6 +127,9 @@ class Method:
             frozen learner over behavior.
         loss: `(config, policy_logprob, behavior_logprob, proximal_logprob, advantage, is_action, *,
             reduce, segment_ids) -> (loss, metrics)`.
+        token_mask: `(config, policy_logprob, behavior_logprob, advantage, is_action) -> bool` of
+            the tokens that the actor's loss keeps, where that choice looks at the whole batch: it
+            is made once, and the loss takes it as `kept`.
         reduce: mean of the actor and critic losses, by task.
         samples_per_prompt: least number of responses to a prompt.
         max_samples_per_prompt: largest, None for no bound.
@@ -140,7 +143,7 @@ class Method:
         minibatches: actor updates a batch, each on its own part.
         needs_proximal: the loss reads `proximal_logprob`, the learner's before the batch.
         warmup_updates: the actor's learning-rate warm-up that the method prescribes, in updates, by
-            task.
+            task: the default of its runs.
         learning_rate_scale: `(config, metrics) -> factor` of the actor's step, from the metrics as
             the learner names them (`actor/...`); None is 1.
         overrides: settings that define the method and that no flag changes.
@@ -150,6 +153,7 @@ class Method:
     paper: str
     returns: TargetsFunction
     loss: ActorLossFunction
+    token_mask: Callable[[LossConfig, Array, Array, Array, Array], Array] | None = None
     reduce: Mapping[str, losses.Reduce] = dataclasses.field(default_factory=lambda: PAPER_REDUCE)
     samples_per_prompt: int = 1
     max_samples_per_prompt: int | None = None
@@ -192,8 +196,10 @@ class Method:
         *,
         reduce: losses.Reduce,
         segment_ids: Array | None = None,
+        kept: Array | None = None,
     ) -> tuple[Array, losses.Metrics]:
         """Return the actor loss and its metrics; see `losses` for the arguments."""
+        mask = {} if kept is None else {"kept": kept}
         return self.loss(
             self.settings(config),
             policy_logprob,
@@ -203,6 +209,7 @@ class Method:
             is_action,
             reduce=reduce,
             segment_ids=segment_ids,
+            **mask,
         )
 
 
@@ -362,6 +369,17 @@ def _m2po_loss(config, policy, behavior, proximal, advantage, is_action, **reduc
     )
 
 
+def _m2po_mask(config, policy, behavior, advantage, is_action) -> Array:
+    return losses.m2po_mask(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        threshold=config.m2po_threshold,
+        harmful_only=config.m2po_harmful_only,
+    )
+
+
 def _vcpo_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
     del proximal
     return losses.vcpo_actor_loss(
@@ -467,12 +485,12 @@ _ROWS = (
         value_clip=False,
         whiten=False,
     ),
-    # The tokens are ranked within what the loss sees: the whole minibatch with micro_batches=1.
     Method(
         name="m2po",
         paper="M2PO, arXiv 2510.01161",
         returns=_outcome,
         loss=_m2po_loss,
+        token_mask=_m2po_mask,
         reduce=_TOKEN,
         **_GROUP,
     ),

@@ -115,9 +115,10 @@ def staleness(trajectory: Trajectory, version: int) -> int:
 class StalenessStats:
     """Realized staleness in learner updates.
 
-    Attributes: tokens: i64[max + 1], number of action tokens at each staleness 0, 1, ...
+    Attributes:
+        tokens: i64[max + 1], number of action tokens at each staleness 0, 1, ...
         trajectories: i64[max + 1], number of trajectories at each staleness of their oldest action
-        token.
+            token.
     """
 
     tokens: np.ndarray
@@ -154,11 +155,15 @@ def staleness_stats(trajectories: Sequence[Trajectory], version: int) -> Stalene
 class PackStats:
     """What `pack` put into the batch, and what it left out.
 
-    Attributes: trajectories: trajectories in the batch. tokens: filled slots. action_tokens: slots
-        that are trained on. fill: filled share of all slots. rows_used: rows that hold at least one
-        trajectory. dropped: prompt ids left out, by reason: "aborted", "empty" (no action token),
-        "missing_reward", "late"
-            (staler than the limit), "alone" (the only one left of its group).
+    Attributes:
+        trajectories: trajectories in the batch.
+        tokens: filled slots.
+        action_tokens: slots that are trained on.
+        fill: filled share of all slots.
+        rows_used: rows that hold at least one trajectory.
+        dropped: prompt ids left out, by reason: "aborted", "empty" (no action token),
+            "missing_reward", "late" (staler than the limit), "alone" (the only one left of its
+            group).
         groups: groups with a group advantage, 0 without `group_advantage`.
         constant_groups: prompt ids whose rewards were all equal, so that their advantage is exactly
             0.
@@ -209,24 +214,27 @@ def pack(
 
         reward[:, :-1] += where(is_action[:, 1:], 0, discount[:, 1:] * stop_gradient(value[:, 1:]))
 
-    Args: trajectories: finished episodes. Those that cannot be trained on are left out and counted.
-        rows: rows of the batch. time: slots a row. learner_version: version that the first update
-        on this batch starts from. staleness: largest staleness, in learner updates, at the last
-        update on this batch. gamma: discount a sampled token, 0 to 1. pad_id: token id of unused
-        slots. truncated: whether an episode cut by its budget is worth nothing after the cut or V.
+    Args:
+        trajectories: finished episodes. Those that cannot be trained on are left out and counted.
+        rows: rows of the batch.
+        time: slots a row.
+        learner_version: version that the first update on this batch starts from.
+        staleness: largest staleness, in learner updates, at the last update on this batch.
+        gamma: discount a sampled token, 0 to 1.
+        pad_id: token id of unused slots.
+        truncated: whether an episode cut by its budget is worth nothing after the cut or V.
         group_advantage: put the advantage over the other samples of the prompt in the place of the
-        reward: reward minus
-            the group's mean, "scaled" by its population standard deviation or only "centered".
-            Exactly 0 for a group of equal rewards. What is left out takes no part in the
-            statistics.
+            reward: reward minus the group's mean, "scaled" by its population standard deviation or
+            only "centered". Exactly 0 for a group of equal rewards. What is left out takes no part
+            in the statistics.
         late: what happens to a trajectory above the limit: left out, refused, or trained on.
         updates_per_batch: updates on this batch; the last one sees everything `updates_per_batch -
             1` versions later.
 
-    Raises: ValueError: an argument out of range; a malformed trajectory (named by its prompt id); a
-        version ahead of the
-            learner's; a group of one; a trajectory longer than `time`; too few rows (the message
-            says how many).
+    Raises:
+        ValueError: an argument out of range; a malformed trajectory (named by its prompt id); a
+            version ahead of the learner's; a group of one; a trajectory longer than `time`; too few
+            rows (the message says how many).
     """
     _check_arguments(rows, time, learner_version, staleness, gamma, updates_per_batch)
     if truncated not in ("terminal", "bootstrap"):

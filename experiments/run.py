@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import datetime
 import json
 import shutil
@@ -39,10 +38,13 @@ from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.client import SamplingParams
-from copc_jax.rollout.collector import Collector, decode_state, encode_state
+from copc_jax.rollout.collector import Collector, CollectorError, decode_state, encode_state
 from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
+
+# What can become of servers, tools and files while a run goes on: one line, no traceback.
+RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not ValueError), OSError)
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
@@ -57,7 +59,8 @@ def main(arguments: list[str] | None = None) -> Path:
     """Run one configuration to its end and return the run folder.
 
     Raises:
-        SystemExit: 2 when the run cannot start, 130 after Ctrl-C or SIGTERM.
+        SystemExit: 2 when the run cannot start, 1 when it cannot go on, 130 after Ctrl-C and
+            SIGTERM.
     """
     started = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -208,16 +211,12 @@ class Run:
 
     def _build_learner(self) -> Learner:
         config = self.config
-        warmup = self.method.warmup_updates.get(config.task)
-        actor = config.actor
-        if warmup is not None:
-            actor = dataclasses.replace(actor, warmup_updates=warmup)
         return build_learner(
             LearnerConfig(
                 model=self.parts.model,
                 method=self.method,
                 loss=config.loss,
-                actor=actor,
+                actor=config.actor,
                 critic=config.critic,
                 updates=config.updates,
                 reduce=(self.method.reduce or PAPER_REDUCE)[config.task],
@@ -288,6 +287,12 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
+        warmup, updates = self.config.critic_warmup_updates, self.config.updates
+        if self.method.critic and warmup >= updates:
+            self._say(
+                f"note: the actor stays as it is: critic_warmup_updates {warmup} takes all of the "
+                f"{updates} updates"
+            )
         self._publish()
         self.collector.wait_published()
         if self.log.last_step < 0:
@@ -300,13 +305,29 @@ class Run:
             # In mode "exact" what is in flight must belong to the version in the checkpoint.
             if self._number(self._weights[-1]) < self.version:
                 self._publish()
-            self._save()
-            self.checkpoints.wait()
-            self._say(f"continue with --resume {self.run_dir}")
+            self._save_and_say()
+            raise
+        except Exception as error:
+            self._say(f"error at update {self.version}: {error}")
+            # The state is whole between updates, whatever became of servers and episodes.
+            try:
+                self._save_and_say()
+            except Exception as fault:
+                self._say(
+                    f"update {self.version} could not be saved ({fault}); the last complete "
+                    f"checkpoint is of update {self.checkpoints.latest()}"
+                )
+            if isinstance(error, RUN_ERRORS):
+                raise SystemExit(1) from None
             raise
         self._save()
         self._export(self.run_dir / "model")
         self._say(f"trained model: {self.run_dir / 'model'}")
+
+    def _save_and_say(self) -> None:
+        self._save()
+        self.checkpoints.wait()
+        self._say(f"continue with --resume {self.run_dir}")
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""
@@ -315,6 +336,7 @@ class Run:
             self.state.actor,
             self.parts.model,
             tokenizer_json=self.parts.tokenizer.to_str(),
+            extra_files={assembly.TASK_FILE: json.dumps(self.parts.environment.form, indent=2)},
         )
 
     def _update(self) -> None:

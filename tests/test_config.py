@@ -80,6 +80,7 @@ def test_flags_reach_their_fields(spelling):
         (["--samples-per-prompt=0"], "samples_per_prompt"),
         (["--method=dapo"], "samples_per_prompt"),
         (["--method=areal", "--staleness=0"], "minibatches"),
+        (["--method=gspo", "--samples-per-prompt=4", "--truncated=bootstrap"], "critic"),
         (["--mesh.data=3"], "mesh.data"),
         (["--mesh.model=0"], "model"),
         (["--updates=0"], "updates"),
@@ -110,6 +111,14 @@ def test_what_cannot_work_is_refused_by_name(arguments, named, capsys):
     assert stop.value.code == 2
     # The message is set in a box, which may break a line anywhere between words.
     assert named in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_method_brings_its_warm_up_and_flags_go_over_it():
+    preset = parse([]).actor.warmup_updates
+    assert preset != 25
+    assert parse(["--method=areal"]).actor.warmup_updates == 25
+    assert parse(["--method=areal", "--actor.warmup-updates=3"]).actor.warmup_updates == 3
+    assert parse(["--method=copc"]).actor.warmup_updates == preset
 
 
 def test_help_explains_every_field(capsys):

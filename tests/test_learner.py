@@ -287,13 +287,17 @@ def test_prepare_and_update_are_step():
     assert_close(parts, {name: metrics[name] for name in parts}, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("method", ["copc", "sao", "vcpo"])
+@pytest.mark.parametrize("method", ["copc", "sao", "vcpo", "m2po"])
 def test_micro_batches_change_nothing(method):
     whole, metrics = stepped(method)
     state, added = stepped(method, micro_batches=4)
     assert_close(networks(state), networks(whole))
     assert_close(state.critic_opt, whole.critic_opt)
     assert added.keys() == metrics.keys()
+    if method == "m2po":
+        # Its tokens are ranked over the whole batch, of which each slice would drop others.
+        kept, count = metrics["actor/kept"]
+        assert 0 < kept < count
     # Sums and counts, so losses, KL and norms are logged the same however the batch was cut.
     assert_close(added, metrics, tolerance=1e-4)
 
@@ -376,6 +380,8 @@ def test_padding_and_observations_hide_what_lies_there():
         ("copc", (2, 2)),
         ("areal", (2, 1)),
         ("dapo", (2, 2)),
+        ("ppo", (2, 1)),
+        ("m2po", (4, 1)),
     ],
 )
 def test_devices_change_nothing(method, mesh):

@@ -115,6 +115,38 @@ def test_a_run_leaves_everything_that_a_person_is_promised(synchronous):
         assert name in rows[-1], name
 
 
+def test_a_run_that_cannot_go_on_saves_itself_and_says_why_in_one_line(cache, tmp_path):
+    # An untrained model is never right: no group has rewards that differ, and DAPO trains on no
+    # other.
+    run_dir = tmp_path / "filtered"
+    done = subprocess.run(
+        command(
+            *arguments(cache, run_dir, "--method=dapo", "--samples-per-prompt=2", "--updates=2")
+        ),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("error at update 0")]
+    assert len(said) == 1 and "groups" in said[0]
+    assert f"continue with --resume {run_dir}" in done.stdout
+    assert list((run_dir / "checkpoints").iterdir())
+
+
+def test_a_run_without_an_update_of_the_actor_says_so(cache, tmp_path):
+    more = ("--critic-warmup-updates=1", "--updates=1", "--staleness=0")
+    done = subprocess.run(
+        command(*arguments(cache, tmp_path / "run", *more)),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the actor stays as it is: critic_warmup_updates 1" in done.stdout
+
+
 def test_staleness_zero_is_synchronous_and_on_policy(synchronous):
     for row in read_metrics(synchronous)[1:]:
         assert row["lag/max"] == 0

@@ -175,17 +175,21 @@ class Collector:
     ) -> None:
         """Prepare; `start` begins the work.
 
-        Args: run_episode: called with prompt, sample index and seed. publish: called with a
-            directory and a version; returns once every server has loaded it. prompts: where
-            submissions come from. admission: how far ahead of the learner they may run.
-            samples_per_prompt: episodes of each prompt; divides the batch size. seed: seed of the
-            run. max_in_flight: episodes at a time. max_failures: how often an episode is started
-            again before its group is given up. max_lost: groups given up in a row, with none
-            finished between, that end the run. retry_delay_s: delay before the first new attempt,
-            doubled for each further one. keep_group: whether a complete group is trained on; all
-            are without it. max_filter_attempts: batches' worth of groups turned down while one
-            batch fills that end the run. stall_timeout_s: longest time without any event while the
-            learner waits.
+        Args:
+            run_episode: called with prompt, sample index and seed.
+            publish: called with a directory and a version; returns once every server has loaded it.
+            prompts: where submissions come from.
+            admission: how far ahead of the learner they may run.
+            samples_per_prompt: episodes of each prompt; divides the batch size.
+            seed: seed of the run.
+            max_in_flight: episodes at a time.
+            max_failures: how often an episode is started again before its group is given up.
+            max_lost: groups given up in a row, with none finished between, that end the run.
+            retry_delay_s: delay before the first new attempt, doubled for each further one.
+            keep_group: whether a complete group is trained on; all are without it.
+            max_filter_attempts: batches' worth of groups turned down while one batch fills that end
+                the run.
+            stall_timeout_s: longest time without any event while the learner waits.
 
         Raises:
             ValueError: an argument out of range.
@@ -347,14 +351,16 @@ class Collector:
     def next_batch(self, batch: int) -> list[Trajectory]:
         """Wait for a batch and return its trajectories in submission order.
 
-        Args: batch: index of the batch from 0, the number of batches trained on so far. (It equals
-            the learner's version if
-                every batch is one update of the actor.) Asking for a batch says that those before
-                it are finished with; asking for it again returns the same one, so that nothing is
-                lost when an update is interrupted.
+        Args:
+            batch: index of the batch from 0, the number of batches trained on so far. (It equals
+                the learner's version if every batch is one update of the actor.) Asking for a batch
+                says that those before it are finished with; asking for it again returns the same
+                one, so that nothing is lost when an update is interrupted.
 
-        Raises: ValueError: `batch` is neither the last one handed out nor the next. CollectorError:
-            no progress within the stall time-out, prompts exhausted, or too many failures.
+        Raises:
+            ValueError: `batch` is neither the last one handed out nor the next.
+            CollectorError: no progress within the stall time-out, prompts exhausted, or too many
+                failures.
             Exception: the first exception of an episode or a publication.
         """
         started = time.monotonic()
