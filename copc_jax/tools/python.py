@@ -33,12 +33,11 @@ import subprocess
 import sys
 import sysconfig
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 import aiohttp
-
-from copc_jax.tools import python_fork_server
 
 Limit = Literal["time", "memory", "output", "crash"]
 
@@ -351,7 +350,10 @@ class MontySandbox(Sandbox):
                 limit = "time"
             frames = error.traceback()
             if frames and limit is None:
-                message += f" (line {frames[-1].line})"
+                line = frames[-1].line
+                if line > code.count("\n") + 1:  # The parser got as far as the line added here.
+                    line, message = line - 1, "SyntaxError: unexpected end of the program"
+                message += f" (line {line})"
             return printed.result(self._limits, seconds, error=message, limit=limit)
         except (self._monty.MontyError, OSError, RuntimeError) as error:
             raise SandboxError(f"monty failed: {error}") from error
@@ -528,18 +530,12 @@ class _ForkServer:
     def _execution(self, printed: _Printed, found: dict[str, Any]) -> Execution:
         if "fault" in found:
             raise SandboxError(f"the fork server failed: {found['fault']}")
-        status, seconds = found["status"], found["seconds"]
-        error, limit = "", None
-        if found["timed_out"]:
-            limit = "time"
-        elif status == python_fork_server.OUT_OF_MEMORY:
-            limit = "memory"
-        elif status < 0:
-            error, limit = f"the interpreter was ended by {signal.Signals(-status).name}", "crash"
-        elif status > python_fork_server.OUT_OF_MEMORY or (status and not printed):
-            error = f"the program ended with status {status}"
-        result = printed.result(self._limits, seconds, error=error, limit=limit)
-        return dataclasses.replace(result, ok=result.ok and status == python_fork_server.OK)
+        outcome, error = found["outcome"], found["detail"]
+        if outcome == "error" and not error and not printed:
+            error = "the program ended with status 1"
+        limit = None if outcome in ("ok", "error") else outcome
+        result = printed.result(self._limits, found["seconds"], error=error, limit=limit)
+        return dataclasses.replace(result, ok=result.ok and outcome == "ok")
 
     def _kill(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -590,7 +586,7 @@ class _ForkServer:
 def _server_command(limits: Limits, bubblewrap: str | None) -> list[str]:
     """Return the command line of the fork server, in bubblewrap if that is given."""
     interpreter = os.path.realpath(sys.executable)
-    program = os.path.realpath(python_fork_server.__file__)
+    program = os.path.realpath(Path(__file__).with_name("python_fork_server.py"))
     packages: dict[str, str] = {}
     readable = {interpreter, os.path.realpath(sysconfig.get_path("stdlib"))}
     readable |= {os.path.realpath(f"{sys.base_prefix}/{name}") for name in ("lib", "lib64")}
@@ -621,6 +617,7 @@ def _server_command(limits: Limits, bubblewrap: str | None) -> list[str]:
     return [
         bubblewrap,
         "--unshare-all",
+        "--as-pid-1",
         "--die-with-parent",
         "--new-session",
         *("--cap-drop", "ALL"),

@@ -7,15 +7,16 @@ program runs without site-packages.
 Standard input is a SOCK_SEQPACKET socket. `run ID SECONDS` comes with a descriptor of a stream
 socket: the child reads its source from it (8 bytes of length, then UTF-8) and has it as standard
 output. It may take so many seconds.
-`kill ID` ends a call. Each call is answered with one JSON object: `id`, `status` (exit status, or
-minus the signal), `timed_out` and `seconds`; or `id` and `fault` when there was no child.
+`kill ID` ends a call. Each call is answered with one JSON object: `id`, `seconds`, `outcome` ("ok",
+"error", "memory", "time" or "crash") and `detail` (how it ended, where the child could not print
+that itself); or `id` and `fault` when there was no child.
 
 What holds a child, beside the limits of memory and time:
 
 - the server gives up all capabilities and may read nothing but the Python installation (Landlock),
   before it loads anything; children inherit both. It cannot be traced or opened through /proc.
-- a child allows itself a list of system calls (seccomp). No call on it makes a process, a socket, a
-  file or a signal, or opens a file for writing.
+- a child allows itself a list of system calls (seccomp). No call on it makes a process, a thread, a
+  socket or a file, signals another process, or opens a file for writing.
 - a child holds the descriptors of its own call alone, and dies with the server.
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -37,13 +39,12 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from typing import Any
 
-# Exit statuses of a child that has told the model what happened.
-OK, ERROR, OUT_OF_MEMORY = 0, 1, 2
+# Exit statuses of a child that has printed what happened.
+_OK, _ERROR, _OUT_OF_MEMORY = 0, 1, 2
 
 _CODE_NAME = "<code>"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +58,7 @@ _LANDLOCK_ALL = (1 << 13) - 1  # The rights of the first version, which every la
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 _SECCOMP_FILTER = 2
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_EPERM = 1
 _ARCH_X86_64 = 0xC000003E
 
 # System calls of x86-64 that read, compute, sleep or end, and touch nothing but the caller.
@@ -77,13 +78,12 @@ _HARMLESS = (
     *(217, 262, 269, 439, 332, 221),  # getdents64 newfstatat faccessat(2) statx fadvise64
     *(270, 271, 318),  # pselect6 ppoll getrandom
 )
-_OPEN, _OPENAT, _IOCTL, _FCNTL, _CLONE, _PRLIMIT64, _CLONE3 = 2, 257, 16, 72, 56, 302, 435
+_OPEN, _OPENAT, _IOCTL, _FCNTL, _PRLIMIT64 = 2, 257, 16, 72, 302
 _WRITE_FLAGS = (
     os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
 )
 _IOCTLS = (0x5450, 0x5451)  # FIONCLEX FIOCLEX
 _FCNTLS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
-_CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020080
 
 
 class _CapabilityHeader(ctypes.Structure):
@@ -154,7 +154,7 @@ def _build_filter() -> _Program:
     `struct seccomp_data` holds the number of the call at byte 0, the architecture at 4 and the
     arguments, 8 bytes each, from 16 on; arguments that are 32 bits wide are compared as such.
     """
-    load, equal, any_bit, mask, give = 0x20, 0x15, 0x45, 0x54, 0x06
+    load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06
     refuse = (give, 0, 0, _ERRNO | _EPERM)
     allow = (give, 0, 0, _ALLOW)
 
@@ -169,13 +169,6 @@ def _build_filter() -> _Program:
         return [argument(index), *tests, refuse]
 
     read_only = ((any_bit, 0, 1, _WRITE_FLAGS), refuse, allow)
-    thread_only = (
-        argument(0),
-        (mask, 0, 0, _CLONE_THREAD | _CLONE_NAMESPACES),
-        (equal, 0, 1, _CLONE_THREAD),
-        allow,
-        refuse,
-    )
     steps = [
         (load, 0, 0, 4),
         (equal, 1, 0, _ARCH_X86_64),
@@ -187,9 +180,6 @@ def _build_filter() -> _Program:
         *case(_FCNTL, *one_of(1, _FCNTLS)),
         *case(_IOCTL, *one_of(1, _IOCTLS)),
         *case(_PRLIMIT64, *one_of(0, (0,))),  # Of the caller: hard limits only ever fall.
-        *case(_CLONE, *thread_only),
-        # glibc turns to clone, whose flags can be read here, when told that there is no clone3.
-        *case(_CLONE3, (give, 0, 0, _ERRNO | _ENOSYS)),
         refuse,
     ]
     array = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
@@ -284,7 +274,7 @@ def _execute(source: str, error_chars: int) -> int:
     sys.stdout = stdout
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "rb", closefd=False), "utf-8")
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), "utf-8", errors="replace")
-    status, text = OK, ""
+    status, text = _OK, ""
     try:
         tree = ast.parse(source, _CODE_NAME)
         last = tree.body[-1] if tree.body else None
@@ -297,31 +287,38 @@ def _execute(source: str, error_chars: int) -> int:
             stdout.flush()
             if value is not None and not output.last:
                 print(repr(value), file=stdout)
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
     except SystemExit as error:
         if error.code not in (None, 0):
-            status, text = ERROR, f"SystemExit: {error.code}"
+            status, text = _ERROR, f"SystemExit: {error.code}"
     except MemoryError as error:
         # What the program holds goes first, and the limit rises to the hard one: the text of an
         # error needs memory too.
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         module.__dict__.clear()
-        status, text = OUT_OF_MEMORY, _describe(error)
+        status, text = _OUT_OF_MEMORY, _describe(error)
     except BaseException as error:
-        status, text = ERROR, _describe(error)
-    for stream in {id(stream): stream for stream in (sys.stdout, stdout)}.values():
-        try:
+        status, text = _ERROR, _describe(error)
+    for stream in (sys.stdout, stdout):
+        with contextlib.suppress(Exception):  # The program may have closed or replaced it.
             stream.flush()
-        except Exception:
-            text = text or "standard output was closed"
-            status = status or ERROR
     if text:
         separator = b"" if output.last in (b"", b"\n") else b"\n"
-        os.write(1, separator + text[:error_chars].encode(errors="replace") + b"\n")
+        with contextlib.suppress(OSError):
+            os.write(1, separator + text[:error_chars].encode(errors="replace") + b"\n")
     return status
+
+
+def _ending(status: int, late: bool) -> tuple[str, str]:
+    """Return outcome and detail for an exit status, or for minus a signal."""
+    if status < 0:
+        if late and status == -signal.SIGKILL:
+            return "time", ""
+        return "crash", f"the interpreter was ended by {signal.Signals(-status).name}"
+    printed = {_OK: "ok", _ERROR: "error", _OUT_OF_MEMORY: "memory"}
+    if status in printed:
+        return printed[status], ""
+    return "error", f"the program ended with status {status}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +391,7 @@ class _Server:
             try:
                 self._run_child(stream)
             finally:
-                os._exit(ERROR)
+                os._exit(_ERROR)
         process = os.pidfd_open(pid)
         self._calls[process] = _Call(number, pid, started, started + time_limit)
         self._poll.register(process, select.POLLIN)
@@ -402,7 +399,7 @@ class _Server:
     def _run_child(self, stream: int) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
-            os._exit(ERROR)
+            os._exit(_ERROR)
         os.dup2(0, 2)  # /dev/null: what a program writes to standard error is lost.
         os.dup2(stream, 1)
         os.closerange(3, 1 << 20)
@@ -426,9 +423,8 @@ class _Server:
         os.close(process)
         _, wait_status = os.waitpid(call.pid, 0)
         seconds = time.monotonic() - call.started
-        status = os.waitstatus_to_exitcode(wait_status)
-        late = call.late and status == -signal.SIGKILL
-        self._send({"id": call.number, "status": status, "timed_out": late, "seconds": seconds})
+        outcome, detail = _ending(os.waitstatus_to_exitcode(wait_status), call.late)
+        self._send({"id": call.number, "seconds": seconds, "outcome": outcome, "detail": detail})
 
     def _send(self, answer: dict[str, Any]) -> None:
         self._control.send(json.dumps(answer).encode())
