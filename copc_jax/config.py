@@ -476,8 +476,8 @@ class RunConfig:
             )
 
 
-# Five turns are four searches and the answer; a passage of 800 characters has some 300 tokens of the
-# small vocabulary.
+# Five turns are four searches and the answer. Of the longest passages, 800 characters, the small
+# vocabulary makes some 240 tokens.
 _LONG_PASSAGES = RolloutConfig(
     max_turns=5, max_tokens=1024, max_new_tokens=48, max_observation_tokens=320
 )

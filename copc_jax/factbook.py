@@ -265,6 +265,11 @@ class Question:
         return self.template.format(self.chain[0].entity) if self.chain else self.template
 
     @property
+    def answers(self) -> list[str]:
+        """The values that the first gold answer is made of."""
+        return self.golds[0].split(LIST_SEPARATOR)
+
+    @property
     def hops(self) -> int:
         """Searches that are needed."""
         return len(self.chain)
@@ -932,17 +937,24 @@ def _demonstrate(
                 swap(part, _answer_kind(hop))
         passages = [_exchanged(*item, swap) for item in found[hop.query]]
         segments.append((search.render_documents(config, passages), False))
-        answer = LIST_SEPARATOR.join(swap(part, _answer_kind(hop)) for part in hop.answers)
+        # The last of several searches may hold only a part of the answer.
+        parts = question.answers if hop is last else hop.answers
+        answer = LIST_SEPARATOR.join(swap(part, _answer_kind(hop)) for part in parts)
     segments.append((search.render_action(config, "answer", answer), True))
     return segments
 
 
 def _entity_kind(hop: Hop) -> Kind:
-    return RELATIONS[hop.relation].kind if hop.backward else "country"
+    return _kind(hop.relation) if hop.backward else "country"
 
 
 def _answer_kind(hop: Hop) -> Kind:
-    return "country" if hop.backward else RELATIONS[hop.relation].kind
+    return "country" if hop.backward else _kind(hop.relation)
+
+
+def _kind(relation: str) -> Kind:
+    # Corpora have relations of their own.
+    return RELATIONS[relation].kind if relation in RELATIONS else "name"
 
 
 def _exchanged(passage: Passage, relation: str, value: str, swap: _Swap) -> Passage:

@@ -280,7 +280,7 @@ def _location(
 ) -> list[Fact]:
     """The country of a place, when the passage names no other."""
     place = _PLACE.search(article.description)
-    if place is None or place["where"] not in countries:
+    if place is None or place["where"] not in countries or article.topic != "Geography":
         return []
     country = countries[place["where"]]
     if {countries[word] for word in any_country.findall(article.passage.text)} != {country}:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import random
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from tokenizers import Tokenizer
 
-from copc_jax import data, factbook, hf
+from copc_jax import data, datasets, factbook, hf, phantom, wikipedia
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import RunConfig
 from copc_jax.model import ModelConfig
@@ -21,8 +23,9 @@ from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
-from copc_jax.tasks.search import SearchConfig, SearchTask
-from copc_jax.tools.retriever import HttpRetriever, RetrieverError, TantivyRetriever
+from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
+from copc_jax.tasks.verify import check_gold
+from copc_jax.tools.retriever import HttpRetriever, Passage, RetrieverError, TantivyRetriever
 from copc_jax.types import Prompt
 
 # What a wrong setting, folder or address makes of a start: one line, no traceback.
@@ -35,6 +38,16 @@ START_ERRORS = (
     FileNotFoundError,
     ValueError,
 )
+
+
+NO_CORPUS = (
+    "warning: the questions come from files and the passages from the built-in corpus, which "
+    "hardly answers them; name a server of the right corpus with --search.retriever-url"
+)
+
+
+# What a model was trained on, beside its weights: the task and the form of its text.
+TASK_FILE = "task.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +64,8 @@ class Environment:
         tools: to be entered on the loop that plays episodes.
         check: uses each tool once, before anything is trained.
         identity: everything that the text of demonstrations depends on.
+        extract_answer: the answer in the texts that the policy sampled, one a turn; None without.
+        form: settings that a model trained on this task cannot do without, by their flag.
     """
 
     make_task: Callable[[Tokenizer], Task]
@@ -62,6 +77,8 @@ class Environment:
     tools: tuple[contextlib.AbstractAsyncContextManager[Any], ...]
     check: Callable[[], Coroutine[Any, Any, object]]
     identity: object
+    extract_answer: Callable[[Sequence[str]], str | None]
+    form: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +132,7 @@ def build(config: RunConfig) -> Parts:
             )
         tokenizer = Tokenizer.from_file(str(file))
         model = hf.load_config(folder)
+        check_form(folder, environment)
     return Parts(
         tokenizer=tokenizer,
         model=model,
@@ -123,20 +141,64 @@ def build(config: RunConfig) -> Parts:
     )
 
 
+def check_form(folder: Path, environment: Environment) -> None:
+    """Refuse a model that was trained on another form of the task.
+
+    What a foreign checkpoint was trained on is not known, and a model of another task can be
+    trained on this one.
+
+    Raises:
+        ValueError: the folder's `TASK_FILE` names other tags or another format; names both.
+    """
+    file = folder / TASK_FILE
+    if not file.exists():
+        return
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if saved.get("task") != environment.form.get("task"):
+        return
+    for name, value in environment.form.items():
+        if saved.get(name, value) != value:
+            raise ValueError(
+                f"model {folder} was trained with {name}={saved[name]}, and this run has "
+                f"{name}={value}: give --{name}={saved[name]}, or another model"
+            )
+
+
+def _corpus(
+    config: RunConfig,
+) -> tuple[list[Passage], list[factbook.Question], list[factbook.Question]]:
+    """Passages, training questions and held-out questions of the search task."""
+    if config.search.corpus == "wikipedia":
+        print(wikipedia.ATTRIBUTION)
+        return wikipedia.build_wikipedia()
+    if config.search.phantom_dir is not None and config.search.corpus == "phantom":
+        return phantom.build_phantom(config.search.phantom_dir)
+    return factbook.build_factbook()
+
+
 def _search(config: RunConfig) -> Environment:
-    search = SearchConfig(
+    make_format = SearchConfig.search_r1 if config.search.format == "long" else SearchConfig
+    search = make_format(
+        tags=read_tags(config.search.tags),
         topk=config.search.topk,
         reward_search=config.search.reward_search,
         reward_no_search=config.search.reward_no_search,
         reward_wrong=config.search.reward_wrong,
         reward_format=config.search.reward_format,
     )
-    passages, train, held_out = factbook.build_factbook()
+    passages, train, held_out = _corpus(config)
     if config.search.retriever_url is None:
         retriever, tools = TantivyRetriever(passages), ()
     else:
         retriever = HttpRetriever(config.search.retriever_url)
         tools = (retriever,)
+    asked, held_out_asked = questions(
+        config,
+        [question.to_prompt() for question in train],
+        [question.to_prompt() for question in held_out],
+    )
+    if config.data.train and config.search.retriever_url is None:
+        print(NO_CORPUS)
 
     def demonstrations(count: int) -> Iterator[list[data.Segment]]:
         return factbook.demonstrations(
@@ -151,14 +213,64 @@ def _search(config: RunConfig) -> Environment:
 
     return Environment(
         make_task=lambda tokenizer: SearchTask(tokenizer, retriever, search),
-        train=[question.to_prompt() for question in train],
-        held_out=[question.to_prompt() for question in held_out],
+        train=asked,
+        held_out=held_out_asked,
         texts=lambda: factbook.tokenizer_texts(passages, train, search),
         tags=search.tags.texts,
         demonstrations=demonstrations,
         tools=tools,
         check=lambda: retriever.search(["capital"], 1),
         identity=(dataclasses.asdict(search), config.search.one_hop_share),
+        form={
+            "task": "search",
+            "search.format": config.search.format,
+            "search.tags": ",".join(dataclasses.astuple(search.tags)),
+        },
+        extract_answer=lambda turns: extract_answer(turns, search.tags),
+    )
+
+
+def questions(
+    config: RunConfig,
+    train: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return what to train on and to evaluate on: the files of `--data`, or what is given.
+
+    Args:
+        config: of the run.
+        train: built-in training questions.
+        held_out: built-in held-out questions.
+
+    Raises:
+        ValueError: an unusable file or row, or weights that do not fit its sources.
+    """
+    if not config.data.train:
+        return train, held_out
+    sets = [read_files(config, files) for files in (config.data.train, config.data.held_out)]
+    asked = [{prompt.messages[-1]["content"] for prompt in prompts} for prompts in sets]
+    shared = len(asked[0] & asked[1])
+    if shared:
+        print(f"warning: {shared} questions are both in data.train and in data.held_out")
+    train, held_out = sets
+    if config.data.weights:
+        train = datasets.mix(train, config.data.source_weights)
+    # Evaluations during training take the first ones: every source should be among them.
+    return train, random.Random(0).sample(held_out, len(held_out))
+
+
+def read_files(config: RunConfig, files: Sequence[str]) -> list[Prompt]:
+    """Read question files as `--data` says, and print what is worth knowing about them.
+
+    Raises:
+        ValueError: an unusable file or row; on the math task also a gold answer that no answer
+            could equal.
+    """
+    return datasets.read_questions(
+        files,
+        instructions=config.data.instructions,
+        check_gold=check_gold if config.task == "math" else None,
+        note=print,
     )
 
 
