@@ -152,6 +152,77 @@ class SearchTaskConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MathTaskConfig:
+    """The math task: problems, sandbox, format."""
+
+    sources: tuple[str, ...] = ()
+    """Generators of the built-in problems (reasoning-gym) and their shares, as name or name=weight:
+    basic_arithmetic, chain_sum, products, gcd, lcm, decimal_chain_sum, gsm_symbolic, leg_counting,
+    simple_equations; none takes a mixture that the small model can copy and not compute."""
+    options: tuple[str, ...] = ()
+    """Difficulty of a generator, as name.option=value, such as products.max_digits=4."""
+    train: int = 20_000
+    """Built-in training problems."""
+    held_out: int = 1_000
+    """Built-in held-out problems."""
+    sandbox: Literal["monty", "cpython", "sandbox-fusion"] = "monty"
+    """What runs the code. "monty": a small interpreter, anywhere. "cpython": with numpy and sympy,
+    on Linux. "sandbox-fusion": the server at `sandbox_url`."""
+    sandbox_url: str | None = None
+    """URL of the SandboxFusion server."""
+    time_limit_seconds: float = 5.0
+    """Seconds that a program may take."""
+    memory_limit_mb: int = 256
+    """MiB that a program may take."""
+    output_limit: int = 400
+    """Characters of output that the policy reads; longer output is cut in the middle."""
+    processes: int = 2
+    """Programs that run at a time, and answers that are verified at a time."""
+    format: Literal["short", "retool", "qwen"] = "short"
+    """"short": the bare question, for the small model. "retool": ReTool's instructions and fenced
+    code. "qwen": Qwen's chat messages and JSON calls."""
+    tags: str = ""
+    """Names of the tags of code, results and answers, such as python,output,final; empty takes
+    those of the format."""
+    max_calls: int = 4
+    """Calls of one turn that are run."""
+    direct_share: float = 0.8
+    """Share of warm-start demonstrations that guess without the tool: what RL has to unlearn."""
+    slip_share: float = 0.3
+    """Share of the other demonstrations in which the code confuses an operation."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run."""
+        _require_least(self, 1, "train", "held_out", "memory_limit_mb", "processes", "max_calls")
+        _require_least(self, 40, "output_limit")
+        _require_positive(self, "time_limit_seconds")
+        for name in ("direct_share", "slip_share"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
+        for name in ("sources", "options"):
+            for text in getattr(self, name):
+                left, _, right = text.partition("=")
+                if name == "options":
+                    ok = "." in left.strip(".") and bool(right)
+                    form = "name.option=value"
+                else:
+                    ok, form = bool(left) and (left == text or _is_number(right)), "name=2.5"
+                _require(ok, f"math.{name} must look like {form}, got {text!r}")
+        names = self.tags.split(",")
+        _require(
+            not self.tags or len(names) == 3,
+            f"tags must be three names for code, results and answers, got {self.tags!r}",
+        )
+        if self.sandbox_url is not None:
+            _require_urls("sandbox_url", self.sandbox_url)
+        _require(
+            (self.sandbox_url is not None) == (self.sandbox == "sandbox-fusion"),
+            'sandbox_url belongs to sandbox "sandbox-fusion", which needs one; got '
+            f"{self.sandbox_url!r} for {self.sandbox!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Question files in place of the built-in questions."""
 
@@ -336,7 +407,7 @@ class MeshConfig:
 class RunConfig:
     """One training run."""
 
-    task: Literal["search"] = "search"
+    task: Literal["search", "math"] = "search"
     """What is trained on; chooses the defaults of everything else."""
     method: str = "copc"
     """Row of copc_jax.methods.METHODS: copc, copc_no_rc, ppo and others; a wrong name lists all."""
@@ -397,6 +468,8 @@ class RunConfig:
     """Servers and episodes."""
     search: SearchTaskConfig = dataclasses.field(default_factory=SearchTaskConfig)
     """The search task."""
+    math: MathTaskConfig = dataclasses.field(default_factory=MathTaskConfig)
+    """The math task."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """Question files."""
     sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
@@ -490,6 +563,13 @@ PRESETS: dict[str, RunConfig] = {
         task="search", rollout=_LONG_PASSAGES, search=SearchTaskConfig(corpus="wikipedia")
     ),
     "search/phantom": RunConfig(task="search", rollout=_LONG_PASSAGES),
+    "math": RunConfig(
+        task="math",
+        tiny=TinyModelConfig(vocab_size=2048),
+        rollout=RolloutConfig(max_tokens=96, max_new_tokens=32, max_observation_tokens=24),
+        # Numbers in a problem are random: learning to foresee them would only add noise.
+        sft=SFTConfig(rows=6, updates=1200, context_weight=0.0),
+    ),
 }
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from tokenizers import Tokenizer
 
-from copc_jax import data, datasets, factbook, hf, phantom, wikipedia
+from copc_jax import data, datasets, factbook, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import RunConfig
 from copc_jax.model import ModelConfig
@@ -23,8 +25,10 @@ from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
+from copc_jax.tasks import math
 from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
-from copc_jax.tasks.verify import check_gold
+from copc_jax.tasks.verify import Verifier, VerifierError, check_gold
+from copc_jax.tools.python import Sandbox, SandboxError, make_sandbox
 from copc_jax.tools.retriever import HttpRetriever, Passage, RetrieverError, TantivyRetriever
 from copc_jax.types import Prompt
 
@@ -33,9 +37,12 @@ START_ERRORS = (
     LaunchError,
     RolloutError,
     RetrieverError,
+    SandboxError,
+    VerifierError,
     CheckpointError,
     FileExistsError,
     FileNotFoundError,
+    ImportError,
     ValueError,
 )
 
@@ -66,6 +73,7 @@ class Environment:
         identity: everything that the text of demonstrations depends on.
         extract_answer: the answer in the texts that the policy sampled, one a turn; None without.
         form: settings that a model trained on this task cannot do without, by their flag.
+        pattern: what a token may span, as `data.train_tokenizer` takes it.
     """
 
     make_task: Callable[[Tokenizer], Task]
@@ -79,6 +87,7 @@ class Environment:
     identity: object
     extract_answer: Callable[[Sequence[str]], str | None]
     form: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pattern: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +129,10 @@ def build(config: RunConfig) -> Parts:
     environment = ENVIRONMENTS[config.task](config)
     if config.model == "tiny":
         tokenizer = data.train_tokenizer(
-            environment.texts(), config.tiny.vocab_size, tags=environment.tags
+            environment.texts(),
+            config.tiny.vocab_size,
+            tags=environment.tags,
+            pattern=environment.pattern,
         )
         model = config.tiny.model(config.rollout.max_tokens)
     else:
@@ -274,7 +286,115 @@ def read_files(config: RunConfig, files: Sequence[str]) -> list[Prompt]:
     )
 
 
-ENVIRONMENTS: dict[str, Callable[[RunConfig], Environment]] = {"search": _search}
+def _math(config: RunConfig) -> Environment:
+    settings = config.math
+    form = math.FORMATS[settings.format]
+    if settings.tags:
+        names = zip(("code", "interpreter", "answer"), settings.tags.split(","), strict=True)
+        form = dataclasses.replace(form, **dict(names))
+    form = dataclasses.replace(form, max_calls=settings.max_calls)
+    train, held_out = problems.build_problems(
+        problems.MathProblemsConfig(_problem_sources(config), settings.train, settings.held_out),
+        seed=0,
+    )
+    asked, held_out_asked = questions(
+        config,
+        [problem.to_prompt() for problem in train],
+        [problem.to_prompt() for problem in held_out],
+    )
+    sandbox = _sandbox(config)
+    verifier = Verifier(settings.processes)
+    texts: dict[str, Callable[[str], str]] = {
+        "render_prompt": functools.partial(math.render_prompt, form),
+        "render_code": functools.partial(math.render_code, form),
+        "render_answer": functools.partial(math.render_answer, form),
+    }
+
+    def demonstrations(count: int) -> Iterator[list[data.Segment]]:
+        # A sandbox of its own, because the other belongs to the loop of the episodes.
+        with asyncio.Runner() as runner:
+            shown = _sandbox(config)
+            try:
+                yield from problems.demonstrations(
+                    train,
+                    **texts,
+                    render_result=lambda text: math.render_results(form, [text]),
+                    run=lambda code: runner.run(shown.run(code)).text,
+                    seed=config.seed,
+                    count=count,
+                    direct_share=settings.direct_share,
+                    slip_share=settings.slip_share,
+                )
+            finally:
+                runner.run(shown.close())
+
+    async def check() -> None:
+        execution = await sandbox.run("print(6 * 7)")
+        if execution.text != "42":
+            raise SandboxError(f"{settings.sandbox}: print(6 * 7) gave {execution.text!r}, not 42")
+
+    return Environment(
+        make_task=lambda tokenizer: math.MathTask(tokenizer, sandbox, verifier, form),
+        train=asked,
+        held_out=held_out_asked,
+        texts=lambda: problems.tokenizer_texts(train, **texts),
+        tags=(*form.texts, "\\boxed{"),
+        demonstrations=demonstrations,
+        tools=(sandbox, _closing(verifier)),
+        check=check,
+        identity=(dataclasses.asdict(form), dataclasses.replace(settings, processes=1)),
+        form={
+            "task": "math",
+            "math.format": settings.format,
+            "math.tags": ",".join((form.code, form.interpreter, form.answer)),
+        },
+        extract_answer=lambda turns: math.extract_answer(turns, form),
+        pattern=problems.TOKEN_PATTERN,
+    )
+
+
+def _sandbox(config: RunConfig) -> Sandbox:
+    settings = config.math
+    return make_sandbox(
+        settings.sandbox,
+        url=settings.sandbox_url,
+        time_limit_s=settings.time_limit_seconds,
+        memory_limit_mb=settings.memory_limit_mb,
+        output_limit_chars=settings.output_limit,
+        processes=settings.processes,
+    )
+
+
+def _problem_sources(config: RunConfig) -> tuple[problems.ProblemSource, ...]:
+    """The generators that the flags name, with the difficulty of the default mixture if in it."""
+    default = {source.name: source for source in problems.DEFAULT_SOURCES}
+    chosen = {}
+    for text in config.math.sources or tuple(default):
+        name, _, weight = text.partition("=")
+        known = default.get(name, problems.ProblemSource(name))
+        chosen[name] = dataclasses.replace(known, weight=float(weight or known.weight))
+    for text in config.math.options:
+        path, _, value = text.partition("=")
+        name, _, option = path.partition(".")
+        if name not in chosen:
+            raise ValueError(f"math.options {text!r}: no such source; there are {list(chosen)}")
+        try:
+            options = {**chosen[name].options, option: json.loads(value)}
+        except ValueError:
+            raise ValueError(f"math.options {text!r}: the value is no JSON") from None
+        chosen[name] = dataclasses.replace(chosen[name], options=options)
+    return tuple(chosen.values())
+
+
+@contextlib.asynccontextmanager
+async def _closing(verifier: Verifier) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(verifier.close)
+
+
+ENVIRONMENTS: dict[str, Callable[[RunConfig], Environment]] = {"search": _search, "math": _math}
 
 
 def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | None:
