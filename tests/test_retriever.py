@@ -12,12 +12,14 @@ import urllib.request
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from copc_jax.tools.retriever import (
     HttpRetriever,
     Passage,
     RetrieverError,
     TantivyRetriever,
+    build_app,
     query_words,
     read_corpus,
     write_corpus,
@@ -82,6 +84,18 @@ def test_equal_scores_rank_in_corpus_order():
     assert ranks == [["0", "1", "2", "3", "4"]] * 2
 
 
+def test_ties_beyond_the_first_look_still_rank_in_corpus_order():
+    crowd = [Passage(str(i), "thing", "same words") for i in range(6000)]
+    last = Passage("x", "thing", "same words, and more words")
+    assert [p.id for p in TantivyRetriever([last, *crowd]).lookup("same", 3)] == ["0", "1", "2"]
+
+
+def test_contents_survive_as_the_corpus_has_them():
+    for contents in ('"T"\ntext', "no title at all", '"T"\n text \n', "T\ntext", ""):
+        assert Passage.from_contents("1", contents).contents == contents
+    assert Passage.from_contents("1", "T\ntext") != Passage.from_contents("1", '"T"\ntext')
+
+
 def test_the_cache_changes_no_answer_and_stays_small():
     small = TantivyRetriever(CORPUS, cache_size=2)
     queries = ["Bern", "Paris", "anthem", "Bern", "capital", "Paris"]
@@ -113,9 +127,13 @@ def test_a_corpus_comes_back_as_written(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"id": "2", "contents": ', "line 3: not JSON"),
-        ("[1, 2]", "line 3: needs an object"),
-        ('{"id": "2"}', "line 3: needs an object with 'id' and 'contents'"),
+        ('{"id": "2", "contents": ', "corpus.jsonl:3: not JSON"),
+        ("[1, 2]", "jsonl:3: needs an object"),
+        ('{"id": "2"}', "jsonl:3: needs an object with 'id' and 'contents'"),
+        ('{"id": 1.5, "contents": "a"}', "jsonl:3: 'id' must be a string or an integer, not 1.5"),
+        ('{"id": "2", "contents": ["a"]}', "jsonl:3: 'contents' must be a string, not"),
+        ('{"id": "2", "contents": "\\ud800"}', "jsonl:3: half of a surrogate pair"),
+        ("[" * 100_000, "jsonl:3: not JSON"),
     ],
 )
 def test_a_bad_corpus_line_is_named(tmp_path, line, message):
@@ -179,7 +197,9 @@ def test_the_server_answers_as_clients_of_search_r1_expect(url):
     assert len(default["result"][0]) == 3
     assert post(url, {"queries": []}) == (200, {"result": []})
     with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
-        assert json.load(response) == {"status": "ok"}
+        health = json.load(response)
+    assert (health["status"], health["engine"], health["passages"]) == ("ok", "tantivy", 5)
+    assert health["requests"] >= 4 and health["failed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -194,13 +214,75 @@ def test_the_server_answers_as_clients_of_search_r1_expect(url):
         ({"queries": ["a"] * 513}, "at most 512"),
         ({"queries": ["a"], "topk": 0}, "'topk' must be"),
         ({"queries": ["a"], "topk": True}, "'topk' must be"),
+        ({"queries": ["a"], "topk": 101}, "'topk' must be an integer from 1 to 100"),
         ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must be"),
+        ({"queries": ["a", "b" * 8193]}, "'queries'[1] has 8193 characters, at most 8192"),
+        (b"[" * 100_000, "not JSON"),
     ],
 )
 def test_bad_requests_get_a_clear_4xx(url, body, complaint):
     status, answer = post(url, body)
     assert status == 400
     assert complaint in answer["error"]
+
+
+def test_other_refusals_are_json_too(url):
+    assert post(url, b" " * (4 * 1024 * 1024 + 1))[0] == 413
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        urllib.request.urlopen(f"{url}/retrieve", timeout=30).close()
+    assert post(f"{url}/elsewhere", {})[0] == 404
+    assert "POST /retrieve" in post(f"{url}/elsewhere", {})[1]["error"]
+
+
+def test_requests_at_a_time_are_answered_each_with_its_own(url):
+    queries = ["capital Bern", "capital Paris", "anthem", "internet code"] * 16
+
+    async def ask():
+        async with HttpRetriever(url) as client:
+            return await asyncio.gather(*(client.search([query], 1) for query in queries))
+
+    firsts = [rows[0][0].id for rows in asyncio.run(ask())]
+    assert firsts == ["sz", "fr", "iv", "sz2"] * 16
+
+
+class Slow:
+    """A retriever that waits until it is told to answer, or fails."""
+
+    def __init__(self):
+        self.release = asyncio.Event()
+
+    async def search(self, queries, topk):
+        if queries == ["broken"]:
+            raise RetrieverError("the engine is away")
+        await self.release.wait()
+        return [[] for _ in queries]
+
+    async def close(self):
+        pass
+
+
+def test_too_many_requests_and_a_failing_engine_have_statuses_of_their_own():
+    async def ask():
+        slow = Slow()
+        async with TestClient(TestServer(build_app(slow, max_waiting=2))) as client:
+
+            async def send(query):
+                async with client.post("/retrieve", json={"queries": [query]}) as response:
+                    return response.status, await response.json()
+
+            failed = await send("broken")
+            waiting = [asyncio.create_task(send("a")) for _ in range(5)]
+            refused = [await task for task in waiting[2:]]
+            slow.release.set()
+            answered = [await task for task in waiting[:2]]
+            health = await (await client.get("/health")).json()
+            return failed, refused, answered, health
+
+    failed, refused, answered, health = asyncio.run(ask())
+    assert failed == (503, {"error": "the engine is away"})
+    assert [status for status, _ in refused] == [429] * 3
+    assert answered == [(200, {"result": [[]]})] * 2
+    assert health == {"status": "ok", "requests": 6, "refused": 3, "failed": 1}
 
 
 @pytest.mark.parametrize("path", ["", "/", "/retrieve"])
@@ -316,4 +398,4 @@ def test_a_bad_corpus_ends_the_server_with_a_message(tmp_path):
     with serve(path) as (process, line):
         assert line == ""
         assert process.wait(60) == 2
-        assert "line 1: not JSON" in process.stderr.read()
+        assert "corpus.jsonl:1: not JSON" in process.stderr.read()
