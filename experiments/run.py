@@ -444,6 +444,7 @@ class Run:
                 step=self.version,
                 trained_by=self.version - self.method.minibatches,
                 prompt=self._prompts.get(trajectory.prompt_id),
+                extract_answer=self.parts.environment.extract_answer,
             )
             self.log.episode(record)
 
