@@ -35,7 +35,7 @@ import sysconfig
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import aiohttp
 
@@ -121,11 +121,13 @@ class Limits:
             )
 
 
+@runtime_checkable
 class Sandbox(Protocol):
     """Runs programs; many at a time, from one event loop.
 
     `run` starts what it needs at its first call, and again after a fault. `close` ends every
-    process and connection; so does leaving the sandbox as an asynchronous context manager.
+    process and connection; so does leaving the sandbox as an asynchronous context manager. A
+    closed sandbox may be used again, from another loop too.
     """
 
     async def start(self) -> None:
@@ -364,7 +366,8 @@ class CPythonSandbox(Sandbox):
 
     `python_fork_server` says what holds a child. bubblewrap, where it is installed, takes away
     the rest of the file system, the network and the sight of other processes as well. Where it is
-    missing the kernel must have Landlock (Linux 5.13).
+    missing the kernel must have Landlock (Linux 5.13), and a program can find out which files the
+    host has, though not read them.
 
     Args:
         limits: of each program.
@@ -417,6 +420,9 @@ class CPythonSandbox(Sandbox):
             server, self._server = self._server, None
             if server is not None:
                 await server.close()
+        # The old ones belong to this event loop.
+        self._starting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(self._limits.processes)
 
     async def run(self, code: str) -> Execution:
         """Run a program in a fresh child.
@@ -660,6 +666,7 @@ class SandboxFusion(Sandbox):
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+        self._slots = asyncio.Semaphore(self._limits.processes)  # The old one is of this loop.
 
     async def run(self, code: str) -> Execution:
         """Have the server run a program.
