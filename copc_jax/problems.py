@@ -100,9 +100,12 @@ class ProblemSource:
             raise ValueError(
                 f"unknown problem source {self.name!r}; there are {', '.join(GENERATORS)}"
             )
-        # It divides by dropping remainders, so that one answer in a hundred is wrong.
-        if self.name == "basic_arithmetic" and "/" in self.options.get("operators", ()):
-            raise ValueError(f"operators of basic_arithmetic are {_EXACT_OPERATORS}, without '/'")
+        if self.name == "basic_arithmetic":
+            # Its divisions drop remainders, and without parentheses it ignores precedence.
+            if "/" in self.options.get("operators", ()):
+                raise ValueError(f"operators of {self.name} are {_EXACT_OPERATORS}, without '/'")
+            if not self.options.get("allow_parentheses", True):
+                raise ValueError(f"{self.name} has wrong answers unless allow_parentheses is True")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"the weight of {self.name} must be more than 0, not {self.weight}")
 
@@ -111,13 +114,9 @@ _THREE_DIGITS = {"min_digits": 3, "max_digits": 3}
 
 DEFAULT_SOURCES = (
     ProblemSource("products", 1.0, _THREE_DIGITS),
-    ProblemSource("chain_sum", 1.0, {"min_terms": 4, "max_terms": 5, **_THREE_DIGITS}),
+    ProblemSource("chain_sum", 1.0, {"min_terms": 3, "max_terms": 3, **_THREE_DIGITS}),
     ProblemSource("lcm", 1.0, {"min_value": 100, "max_value": 999}),
-    ProblemSource(
-        "basic_arithmetic",
-        1.0,
-        {"min_terms": 3, "max_terms": 4, "allow_parentheses": False, **_THREE_DIGITS},
-    ),
+    ProblemSource("basic_arithmetic", 1.0, {"min_terms": 2, "max_terms": 3, **_THREE_DIGITS}),
 )
 """Numbers of three digits are single tokens to the small model's tokenizer."""
 
@@ -377,8 +376,8 @@ TOKEN_PATTERN = r"\d{1,3}| ?[^\w\s] ?| ?\p{L}+|\s+"
 
 Three digits are one token, the same wherever a number stands, and a sign is one token with the
 spaces around it. So an operator is next to its numbers, and copying an expression is a matter of
-looking at what followed the same two tokens before. Single digits are ambiguous within a few
-numbers: with them a model of two layers has not learned to copy after a thousand updates.
+looking at what followed the same two tokens before. A single digit, or a space as a token of its
+own, says too little about where it stands.
 """
 
 

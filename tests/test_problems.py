@@ -119,6 +119,8 @@ def test_wrong_sources_are_refused_with_the_right_ones():
         ProblemSource("gcd", 0.0)
     with pytest.raises(ValueError, match="without '/'"):
         ProblemSource("basic_arithmetic", options={"operators": ["+", "/"]})
+    with pytest.raises(ValueError, match="unless allow_parentheses is True"):
+        ProblemSource("basic_arithmetic", options={"allow_parentheses": False})
     with pytest.raises(ValueError, match="sources is empty"):
         MathProblemsConfig(sources=())
     with pytest.raises(ValueError, match="held_out must be at least 1"):
