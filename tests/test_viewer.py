@@ -478,6 +478,7 @@ def test_hostile_text_is_shown_and_does_nothing(visit, tmp_path):
     for name in ("U+0000", "U+001B", "U+202E", "U+2028", "U+200B"):
         assert name in names
     assert HOSTILE.split("\u2028")[0].strip() in facts(page)["gold"]
+    assert "\u202e" not in page.locator("body").evaluate("e => e.innerText")
 
 
 @pytest.mark.parametrize("method", ["reinforce", "dapo"])
