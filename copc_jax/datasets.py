@@ -476,3 +476,101 @@ def _shared_start(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     pairs = enumerate(zip(first, last, strict=False))
     return first[: next((i for i, (a, b) in pairs if a != b), len(first))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Chats to fine-tune on
+
+
+class UnusableChatError(ValueError):
+    """A chat that cannot be trained on; the message is the reason, the same for all of its kind."""
+
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+_SHAREGPT |= {"observation": "tool", "function_response": "tool"}
+_ROLES = ("system", "user", "assistant", "tool")
+# How public corpora tag what tools returned.
+_OBSERVATION_TAGS = ("information", "observation", "interpreter", "tool_response")
+
+
+def chat_segments(
+    row: Mapping[str, Any],
+    *,
+    observation_tag: str,
+    render_tool: Callable[[str], str],
+    tags: Sequence[str] = (),
+) -> list[tuple[str, bool]]:
+    """Cut a chat into pieces of text, each with whether the model wrote it.
+
+    Only text of the assistant is the model's, and of it not what stands inside the observation tag,
+    nor the tag itself, nor the white space around: that comes from the tool, as in an episode.
+
+    Args:
+        row: `messages` with `role` and `content` (ReTool-SFT, Chain-of-Agents), or `conversations`
+            with `from` and `value` (ShareGPT). Roles are system, user, assistant and tool.
+        observation_tag: name of the tag around tool text, such as "interpreter".
+        render_tool: makes a tool's message without this tag what an episode would show.
+        tags: names of tags that must be opened and closed in turn, besides.
+
+    Raises:
+        UnusableChatError: no messages, an unknown role, no text, no assistant or nothing before it,
+            tags that do not match, or the observation tag of another format.
+    """
+    messages = row.get("messages", row.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        raise UnusableChatError("no list of messages")
+    pieces: list[tuple[str, bool]] = []
+    for message in messages:
+        role, text = _role_and_text(message)
+        if role == "assistant":
+            if not pieces:
+                raise UnusableChatError("nothing stands before the assistant's first message")
+            pieces += _assistant_pieces(text, observation_tag, tags)
+        elif role == "tool":
+            marked = f"<{observation_tag}>" in text
+            pieces.append((text if marked else render_tool(text), False))
+        else:
+            # A question that follows an answer starts a line of its own.
+            pieces.append((f"\n{text}\n" if pieces and pieces[-1][1] else f"{text}\n", False))
+    if not any(written for _, written in pieces):
+        raise UnusableChatError("no message of the assistant")
+    return [
+        ("".join(text for text, _ in group), written)
+        for written, group in itertools.groupby(pieces, key=lambda piece: piece[1])
+    ]
+
+
+def _role_and_text(message: Any) -> tuple[str, str]:
+    if not isinstance(message, dict):
+        raise UnusableChatError("a message that is no object")
+    role = message.get("role", message.get("from"))
+    role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+    if role not in _ROLES:
+        raise UnusableChatError(f"a role other than {', '.join(_ROLES)}")
+    text = message.get("content", message.get("value"))
+    if not isinstance(text, str) or not text.strip():
+        raise UnusableChatError("a message without text")
+    return role, text
+
+
+def _assistant_pieces(
+    text: str, observation_tag: str, tags: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    foreign = [tag for tag in _OBSERVATION_TAGS if tag != observation_tag and f"</{tag}>" in text]
+    if foreign:
+        raise UnusableChatError(
+            f"tool text inside <{foreign[0]}>, where this format has <{observation_tag}>"
+        )
+    for tag in dict.fromkeys([observation_tag, *tags]):
+        marks = re.findall(rf"<(/?){re.escape(tag)}>", text)
+        if marks != ["", "/"] * (len(marks) // 2):
+            raise UnusableChatError(f"<{tag}> tags that are not opened and closed in turn")
+    name = re.escape(observation_tag)
+    end = 0
+    for match in re.finditer(rf"\s*<{name}>.*?</{name}>\s*", text, re.DOTALL):
+        if match.start() > end:
+            yield text[end : match.start()], True
+        yield match[0], False
+        end = match.end()
+    if end < len(text):
+        yield text[end:], True

@@ -39,7 +39,8 @@ from copc_jax.config import RunConfig, parse_command, refuse
 from copc_jax.rollout.client import RolloutError, SamplingParams, SGLangClient
 from copc_jax.rollout.collector import Collector, episode_seed
 from copc_jax.rollout.episode import EpisodeFailed, run_episode
-from copc_jax.rollout.launch import ServerProcess
+from copc_jax.rollout.launch import LaunchError, ServerProcess
+from copc_jax.tools.retriever import RetrieverError
 from copc_jax.types import Prompt, Trajectory
 
 SAMPLES_FILE, PROBLEMS_FILE = "samples.jsonl", "problems.csv"
@@ -184,8 +185,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         evaluation = Evaluation(how, config)
-        evaluation.play()
     except assembly.START_ERRORS as error:
+        refuse(error)
+    try:
+        evaluation.play()
+    except (EvaluationError, LaunchError, RolloutError, RetrieverError) as error:
         refuse(error)
     except KeyboardInterrupt:
         print("stopped; the same command with --out goes on", file=sys.stderr)
@@ -215,6 +219,10 @@ def _defaults(
     if config.task == "math":
         how = EvaluationConfig(samples=32, temperature=0.6)
     return how, dataclasses.replace(config, rollout=rollout)
+
+
+class EvaluationError(RuntimeError):
+    """The evaluation cannot go on; what has been sampled is kept."""
 
 
 class Evaluation:
@@ -275,6 +283,8 @@ class Evaluation:
         """Sample all that is missing, and write each sample down as it comes.
 
         Raises:
+            EvaluationError: another process writes into the folder, or too much fails.
+            LaunchError: the server does not start.
             RolloutError: servers cannot be used; what has been sampled is kept.
         """
         wanted = self.wanted()
@@ -313,7 +323,7 @@ class Evaluation:
                         in_a_row += 1
                         self.given_up.append((prompt.prompt_id, sample))
                         if in_a_row >= _LOST_IN_A_ROW:
-                            raise RolloutError(
+                            raise EvaluationError(
                                 f"{in_a_row} episodes in a row failed {_ATTEMPTS} times each; what "
                                 f"has been sampled is kept: run again with --out {self.out}"
                             )
@@ -641,7 +651,7 @@ def _lock(file: Path) -> Iterator[TextIO]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{file.parent}: another process is evaluating into it") from None
+            raise EvaluationError(f"{file.parent}: another process evaluates into it") from None
         yield handle
 
 

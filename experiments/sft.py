@@ -4,17 +4,27 @@
 
 writes an HF folder (weights, configuration, tokenizer) into the cache and prints its path. `run.py`
 does the same on first use and takes the cached folder afterwards.
+
+    python experiments/sft.py --task=math --model DIR --data corpus.jsonl
+
+trains on chats from files instead, as public corpora have them (`datasets.chat_segments` says which
+forms), and on nothing in them that the model did not write.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import hashlib
 import json
+import math
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import assembly
 import jax
@@ -22,8 +32,11 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from copc_jax import analysis, data, hf, learner, model, sharding, staging
-from copc_jax.config import RunConfig, parse
+from copc_jax import analysis, data, datasets, hf, learner, model, sharding, staging
+from copc_jax.config import RunConfig, parse_command, refuse
+from copc_jax.learner import OptimizerConfig
+from copc_jax.tasks import math as math_task
+from copc_jax.tasks import search
 from copc_jax.types import Batch, Trajectory
 
 
@@ -39,7 +52,10 @@ def warm_start(config: RunConfig, parts: assembly.Parts) -> Path:
         params,
         parts.model,
         tokenizer_json=parts.tokenizer.to_str(),
-        extra_files={"sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2)},
+        extra_files={
+            "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
+            assembly.TASK_FILE: json.dumps(parts.environment.form, indent=2),
+        },
     )
     print(f"warm start: {folder}")
     return folder
@@ -151,13 +167,187 @@ def _key(config: RunConfig, parts: assembly.Parts) -> str:
     ).hexdigest()[:12]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Train the warm start of a configuration and say where it is."""
-    config = parse(sys.argv[1:] if arguments is None else arguments)
-    assembly.prepare_process(config)
+# --------------------------------------------------------------------------------------------------
+# Corpora
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusConfig:
+    """Chats from files, to train on."""
+
+    data: tuple[str, ...] = ()
+    """Files of chats (JSON lines, JSON, Parquet); none trains on the task's demonstrations."""
+    epochs: float = 4.0
+    """Passes over the chats; 0 takes sft.updates."""
+    out: Path | None = None
+    """HF folder to write; by default runs/sft-<task>-<time>."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train."""
+        if not (math.isfinite(self.epochs) and self.epochs >= 0):
+            raise ValueError(f"epochs must be more than 0, or 0 for sft.updates; got {self.epochs}")
+
+
+def read_corpus(
+    files: Sequence[str], config: RunConfig, parts: assembly.Parts
+) -> tuple[list[list[data.Segment]], int]:
+    """Read chats, print what there is and what was left out.
+
+    Returns:
+        The pieces of each chat, and the number of their tokens.
+
+    Raises:
+        ValueError: an unreadable file, or no chat that can be trained on.
+    """
+    form = _form(parts)
+    end = _end_of_text(parts)
+    chats: list[list[data.Segment]] = []
+    dropped: dict[str, list[str]] = {}
+    total = trained = 0
+    for file in files:
+        for row, where in datasets.read_rows(Path(file)):
+            try:
+                chat = datasets.chat_segments(row, **form)
+            except datasets.UnusableChatError as error:
+                dropped.setdefault(str(error), []).append(where)
+                continue
+            if end and chat[-1][1]:
+                chat[-1] = (chat[-1][0] + end, True)
+            encoded = encode(chat, parts.tokenizer, name=where)
+            if len(encoded.token_ids) > config.rollout.max_tokens:
+                reason = f"longer than rollout.max_tokens, {config.rollout.max_tokens}"
+                dropped.setdefault(reason, []).append(where)
+                continue
+            chats.append(chat)
+            total += len(encoded.token_ids)
+            trained += int(encoded.is_action.sum())
+    left_out = sum(map(len, dropped.values()))
+    print(f"{len(chats)} chats: {total} tokens, {trained} of them trained on; {left_out} left out")
+    for reason, places in sorted(dropped.items(), key=lambda item: -len(item[1])):
+        print(f"  {len(places)} left out: {reason} (first: {places[0]})")
+    if not chats:
+        raise ValueError(f"no chat of {', '.join(files)} can be trained on; see the reasons above")
+    return chats, total
+
+
+def _form(parts: assembly.Parts) -> dict[str, Any]:
+    """How the task writes what tools return, as `datasets.chat_segments` takes it."""
+    task: Any = parts.task
+    if isinstance(task, search.SearchTask):
+        inside = task.config.tags.information
+        render = functools.partial(search.render_notice, task.config)
+    else:
+        inside = task.config.interpreter
+        render = lambda text: math_task.render_results(task.config, [text])
+    names = (re.fullmatch(r"<([\w-]+)>", text) for text in parts.environment.tags)
+    tags = [match[1] for match in names if match]
+    return {"observation_tag": inside, "render_tool": render, "tags": tags}
+
+
+def _end_of_text(parts: assembly.Parts) -> str:
+    """What a model writes after its last word; the default model ends with its answer's tag."""
+    ids = parts.model.eos_token_ids
+    return (parts.tokenizer.id_to_token(ids[0]) or "") if ids else ""
+
+
+def prepare_corpus(
+    corpus: CorpusConfig, config: RunConfig
+) -> tuple[Path, RunConfig, assembly.Parts]:
+    """Read the chats of files in place of the task's demonstrations.
+
+    Returns:
+        The HF folder to write, and what `train` takes.
+
+    Raises:
+        ValueError: unusable files or model.
+        FileExistsError: the folder holds a model already.
+    """
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = corpus.out or Path("runs") / f"sft-{config.task}-{now}"
+    if (folder / "config.json").exists():
+        raise FileExistsError(f"{folder} holds a model already: name another folder with --out")
+    parts = assembly.build(config)
+    chats, tokens = read_corpus(corpus.data, config, parts)
+    updates = config.sft.updates
+    if corpus.epochs:
+        # Rows are filled to some 95%.
+        a_batch = 0.95 * config.sft.rows * config.rollout.max_tokens
+        updates = max(1, math.ceil(corpus.epochs * tokens / a_batch))
+    print(f"{updates} updates", flush=True)
+    warm = dataclasses.replace(config.sft, updates=updates, demonstrations=len(chats))
+    environment = dataclasses.replace(
+        parts.environment, demonstrations=lambda count: iter(chats[:count])
+    )
+    return (
+        folder,
+        dataclasses.replace(config, sft=warm),
+        dataclasses.replace(parts, environment=environment),
+    )
+
+
+def train_on_corpus(folder: Path, config: RunConfig, parts: assembly.Parts) -> None:
+    """Train on what `prepare_corpus` read and write the HF folder."""
+    params = train(config, parts)
+    hf.save_hf(
+        folder,
+        params,
+        parts.model,
+        tokenizer_json=parts.tokenizer.to_str(),
+        extra_files={
+            **_side_files(config.model),
+            "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
+            assembly.TASK_FILE: json.dumps(dict(parts.environment.form), indent=2),
+        },
+    )
+    print(f"trained model: {folder}")
+
+
+def _side_files(model_folder: str) -> dict[str, str]:
+    """What servers read beside weights and tokenizer, as it came with a pretrained model."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    files = (Path(model_folder) / name for name in (*names, "chat_template.jinja"))
+    return {file.name: file.read_text(encoding="utf-8") for file in files if file.exists()}
+
+
+def _defaults(
+    config: RunConfig, flag: Callable[[str], str | None]
+) -> tuple[CorpusConfig, RunConfig]:
+    """With files, plain fine-tuning: Chain-of-Agents' epochs and learning rate, and length."""
+    if flag("--data") is None:
+        return CorpusConfig(), config
+    warm = dataclasses.replace(config.sft, context_weight=0.0)
+    if flag("--model") not in (None, "tiny"):
+        optimizer = OptimizerConfig(learning_rate=1e-5, warmup_updates=10, schedule="cosine")
+        warm = dataclasses.replace(warm, optimizer=optimizer)
+        rollout = dataclasses.replace(config.rollout, max_tokens=5120)
+        config = dataclasses.replace(config, rollout=rollout)
+    epochs = 0.0 if flag("--sft.updates") is not None else CorpusConfig.epochs
+    return CorpusConfig(epochs=epochs), dataclasses.replace(config, sft=warm)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Train the warm start of a configuration, or on a corpus, and return its folder."""
+    corpus, config = parse_command(
+        CorpusConfig,
+        _defaults,
+        sys.argv[1:] if arguments is None else arguments,
+        "Fine-tune a model on the task's demonstrations, or on chats from files.",
+    )
     started = time.monotonic()
-    warm_start(config, assembly.build(config))
+    try:
+        assembly.prepare_process(config)
+        if corpus.data:
+            folder, config, parts = prepare_corpus(corpus, config)
+        else:
+            folder, parts = None, assembly.build(config)
+    except assembly.START_ERRORS as error:
+        refuse(error)
+    if folder is None:
+        folder = warm_start(config, parts)
+    else:
+        train_on_corpus(folder, config, parts)
     print(f"{time.monotonic() - started:.0f} s")
+    return folder
 
 
 if __name__ == "__main__":
