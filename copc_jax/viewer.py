@@ -5,7 +5,7 @@
 writes one HTML file that needs no server and loads nothing. A record is one line of episodes.jsonl:
 
     step              learner version after the update that trained on the episode
-    trained_by        learner version that trained on it; a token's lag is that minus its version
+    trained_by        learner version before the batch; a token's lag is that minus its version
     prompt_id, sample, source, gold, answer
     reward, status    status is done, truncated or aborted
     lag               smallest and largest of the sampled tokens, in learner updates
@@ -64,7 +64,7 @@ def record(
             value_target and gradient (the factor on the token's grad log pi, 0 where a mask or clip
             removed it); a name that a method does not have is absent.
         step: learner version after the update.
-        trained_by: learner version before it.
+        trained_by: learner version before the first update on the episode's batch.
         prompt: what the episode answers, for its source and gold answers.
         extract_answer: takes the sampled texts, one a turn, and gives the answer in them, if any.
     """

@@ -79,7 +79,8 @@ def main(arguments: list[str] | None = None) -> Path:
             run.train()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    if (run_dir / metrics.EPISODES_FILE).exists():
+    # A run may keep no episodes.
+    with contextlib.suppress(FileNotFoundError):
         print(f"episodes: {viewer.write_page(run_dir)}")
     print(f"report: {metrics.report(run_dir)}")
     print(f"{time.monotonic() - started:.0f} s in all")
