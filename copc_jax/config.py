@@ -618,13 +618,16 @@ def parse_command(
     run = Annotated[RunConfig, tyro.conf.arg(name="")]
     both = dataclasses.make_dataclass("Both", [("command", beside), ("run", run)])
     own, config = adapt(_default(arguments, presets), lambda name: _flag(arguments, name))
-    parsed = tyro.cli(
-        both,
-        args=list(arguments),
-        default=both(own, config),
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    try:
+        parsed = tyro.cli(
+            both,
+            args=list(arguments),
+            default=both(own, config),
+            description=description,
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    except ValueError as error:
+        refuse(error)
     return parsed.command, parsed.run
 
 
