@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import pathlib
 import random
 import re
@@ -28,6 +29,8 @@ from copc_jax.tools.retriever import Passage
 logger = logging.getLogger(__name__)
 
 ARTICLES, QUESTIONS = "articles.json", "questions.json"
+
+_SPLITS = 100  # That are tried, to find one with enough questions on both sides.
 
 _FACT = re.compile(r'(\w+)\("([^"]*)", "([^"]*)"\)\.?')
 _GOAL = re.compile(r'(\w+)\((?:"([^"]*)"|(\w+)), (?:"([^"]*)"|(\w+))\)')
@@ -63,7 +66,12 @@ _STEPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "daughter_in_law": (_CHILD, ("wife",)),
     "son_in_law": (_CHILD, ("husband",)),
 }
-_WORDS = {_PARENT: "parents", _CHILD: "children", _SIBLING: "siblings", _SPOUSE: "spouse"}
+_WORDS: dict[tuple[str, ...], str] = {
+    _PARENT: "parents",
+    _CHILD: "children",
+    _SIBLING: "siblings",
+    _SPOUSE: "spouse",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +106,7 @@ def build_phantom(
     Args:
         folder: what the generator wrote.
         seed: seed of the split.
-        held_out_share: share of the people whom only held-out questions touch, or a little more:
-            family trees are never cut.
+        held_out_share: share of held-out questions, as near as whole family trees allow.
         max_answers: questions with longer lists of answers are dropped.
         max_searches: longest chain.
 
@@ -114,38 +121,27 @@ def build_phantom(
         raise ValueError(f"held_out_share must lie between 0 and 1, not {held_out_share}")
     people = {person.passage.title: person for person in _read_people(folder / ARTICLES)}
     rows = _read(folder / QUESTIONS, ("id", "question", "answer", "solution_traces", "prolog"))
-    trees = _family_trees(people)
-    held_out: set[str] = set()
-    random.Random(seed).shuffle(trees)
-    for tree in trees:
-        if len(held_out) < held_out_share * len(people):
-            held_out |= tree
-    train: list[Question] = []
-    evaluation: list[Question] = []
-    long = across = told = 0
+    questions: list[Question] = []
+    long = told = 0
     for row in rows:
         if len(row["answer"]) > max_answers or not row["answer"]:
             long += 1
-            continue
-        if any(re.search(rf"(?<!\w){re.escape(a)}(?!\w)", row["question"]) for a in row["answer"]):
+        elif any(
+            re.search(rf"(?<!\w){re.escape(a)}(?!\w)", row["question"]) for a in row["answer"]
+        ):
             told += 1
-            continue
-        question = _question(row, people, max_searches)
-        if held_out.issuperset(question.subjects):
-            evaluation.append(question)
-        elif held_out.isdisjoint(question.subjects):
-            train.append(question)
         else:
-            across += 1
+            questions.append(_question(row, people, max_searches))
+    train, evaluation = _split(questions, _family_trees(people), held_out_share, seed)
     logger.info(
         "phantom: of %d questions, left out %d with more than %d answers, %d that hold an answer,"
         " %d across the split",
-        *(len(rows), long, max_answers, told, across),
+        *(len(rows), long, max_answers, told, len(questions) - len(train) - len(evaluation)),
     )
-    if not any(question.chain for question in train) or not evaluation:
+    if not train or not evaluation:
         raise ValueError(
-            f"{folder}: {len(train)} training and {len(evaluation)} held-out questions are left,"
-            " too few: generate more family trees and more questions a type"
+            f"{folder}: {len(questions)} questions on {len(people)} people cannot be split into"
+            " training and held-out ones: generate more family trees and more questions a type"
         )
     return [person.passage for person in people.values()], train, evaluation
 
@@ -202,6 +198,26 @@ def _family_trees(people: Mapping[str, _Person]) -> list[set[str]]:
         # Family relations go both ways, so a tree is complete whoever it began with.
         trees.append(tree)
     return trees
+
+
+def _split(
+    questions: Sequence[Question], trees: Sequence[set[str]], share: float, seed: int
+) -> tuple[list[Question], list[Question]]:
+    """Return training and held-out questions, or two empty lists where no split has both."""
+    rng = random.Random(seed)
+    best: tuple[list[Question], list[Question]] = [], []
+    distance = math.inf
+    for _ in range(_SPLITS):
+        order = rng.sample(trees, len(trees))
+        held_out = set().union(*order[: rng.randint(1, max(1, len(trees) // 2))])
+        train = [q for q in questions if held_out.isdisjoint(q.subjects)]
+        evaluation = [q for q in questions if held_out.issuperset(q.subjects)]
+        # Questions across the split are lost, so fewer of them is better too.
+        lost = 1 - (len(train) + len(evaluation)) / max(len(questions), 1)
+        away = abs(len(evaluation) / max(len(train) + len(evaluation), 1) - share) + lost
+        if evaluation and any(q.chain for q in train) and away < distance:
+            best, distance = (train, evaluation), away
+    return best
 
 
 def _question(row: Mapping[str, Any], people: Mapping[str, _Person], most: int) -> Question:

@@ -127,8 +127,8 @@ class Article:
     """One article of the package.
 
     Attributes:
-        passage: the description, which holds the years of a life, and the introduction up to
-            `MAX_CHARACTERS`.
+        passage: the title, which the introduction need not repeat, the description, which holds the
+            years of a life, and the introduction, up to `MAX_CHARACTERS` in all.
         description: Wikipedia's short description of the subject.
         topic: field that the subject belongs to, such as "People".
     """
@@ -164,10 +164,8 @@ def read_articles(path: pathlib.Path | None = None) -> list[Article]:
     articles = []
     for title, row in sorted(rows.items()):
         description = (row.get("description") or "").strip()
-        text = re.sub(
-            r"\s+", " ", f"{description}. {row['extract']}" if description else row["extract"]
-        )
-        passage = Passage(_ARTICLE + title, title, shorten(text))
+        text = f"{title}: {description + '. ' if description else ''}{row['extract']}"
+        passage = Passage(_ARTICLE + title, title, shorten(re.sub(r"\s+", " ", text)))
         articles.append(Article(passage, description, row.get("topic") or ""))
     return articles
 
