@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import pathlib
 import random
 import resource
 import shutil
@@ -248,58 +249,57 @@ def varied(tmp_path_factory):
     return path, passages
 
 
-@pytest.fixture(scope="module")
-def bm25s_index(varied, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bm25s") / "index"
-    index.build(varied[0], folder, engine="bm25s")
-    return folder
+BM25_QUERIES = ["w3 w20 w41", "w0 w59", "w5", "w5 w5 absent", "absent", ""]
 
 
-# Tantivy keeps lengths in one byte, which is exact up to 40 words.
-@pytest.mark.parametrize("engine", ["tantivy", "bm25s"])
-def test_scores_are_bm25(varied, bm25s_index, tmp_path, engine):
-    path, passages = varied
-    folder = bm25s_index if engine == "bm25s" else tmp_path / "index"
-    index.build(path, folder, engine=engine)
-    queries = ["w3 w20 w41", "w0 w59", "w5", "w5 w5 absent", "absent", ""]
-    found = ask(folder, queries, 15, threads=1)
-    for query, hits in zip(queries[:4], found, strict=False):
+def check_bm25(passages, found):
+    """Tantivy keeps lengths in one byte, which is exact up to 40 words, so both engines agree."""
+    for query, hits in zip(BM25_QUERIES[:4], found[:4], strict=True):
         scores = exact_bm25(passages, query)
         best = sorted(scores, reverse=True)[:15]
-        assert [hit.score for hit in hits] == pytest.approx(best, rel=1e-4)
-        for hit in hits:
-            assert hit.score == pytest.approx(scores[int(hit.id[1:])], rel=1e-4)
+        assert [score for _, score in hits] == pytest.approx(best, rel=1e-4)
+        for id, score in hits:
+            assert score == pytest.approx(scores[int(id[1:])], rel=1e-4)
     assert found[4:] == [[], []]
 
 
-def test_bm25s_stays_out_of_the_callers_process_and_outlives_its_child(bm25s_index, tmp_path):
+def test_scores_of_tantivy_are_bm25(varied, tmp_path):
+    path, passages = varied
+    index.build(path, tmp_path / "index")
+    found = ask(tmp_path / "index", BM25_QUERIES, 15)
+    check_bm25(passages, [[(hit.id, hit.score) for hit in hits] for hits in found])
+
+
+def test_bm25s_is_bm25_stays_out_of_the_caller_and_outlives_its_child(varied, tmp_path):
+    path, passages = varied
+    # One script, because numba compiles for seconds in every child.
     program = f"""
-import asyncio, os, signal, sys
+import asyncio, json, sys
+import psutil
 from copc_jax.tools import index
 from copc_jax.tools.retriever import RetrieverError
 
-def loaded():
-    return sorted({{"jax", "jaxlib", "bm25s", "numba"}} & set(sys.modules))
-
 async def search(retriever):
-    return [hit.id for hit in (await retriever.search(["w5 w9"], 3))[0]]
+    found = await retriever.search({BM25_QUERIES!r}, 15)
+    return [[(hit.id, hit.score) for hit in hits] for hits in found]
 
 async def main():
-    retriever = index.IndexRetriever({str(bm25s_index)!r})
+    index.build({str(path)!r}, {str(tmp_path / "index")!r}, engine="bm25s")
+    retriever = index.IndexRetriever({str(tmp_path / "index")!r})
     before = await search(retriever)
-    import psutil
-    for child in psutil.Process().children():
-        if "spawn_main" in " ".join(child.cmdline()):
-            maps = " ".join(entry.path for entry in child.memory_maps())
-            assert "llvmlite" in maps and "jaxlib" not in maps
-            child.kill()
+    children = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    maps = " ".join(entry.path for child in children for entry in child.memory_maps())
+    for child in children:
+        child.kill()
+    fault = None
     try:
         await search(retriever)
     except RetrieverError as error:
-        print(error)
-    assert await search(retriever) == before and len(before) == 3
+        fault = str(error)
+    after = await search(retriever)
     await retriever.close()
-    print(loaded())
+    loaded = sorted({{"jax", "jaxlib", "bm25s", "numba"}} & set(sys.modules))
+    print(json.dumps([before, after, fault, loaded, "llvmlite" in maps, "jaxlib" in maps]))
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -308,9 +308,12 @@ if __name__ == "__main__":
     script.write_text(program)
     result = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    fault, loaded = result.stdout.splitlines()
+    before, after, fault, loaded, *child_has = json.loads(result.stdout)
+    check_bm25(passages, before)
+    assert after == before
     assert fault.startswith("a bm25s process ended and is started again")
-    assert loaded == "[]"
+    assert loaded == []
+    assert child_has == [True, False]
 
 
 def words_tokenizer(words):
@@ -459,3 +462,18 @@ def test_searching_checks_its_arguments(undisturbed):
         ask(undisturbed, ["w1"], 0)
     assert ask(undisturbed, []) == []
     assert issubclass(RetrieverError, RuntimeError)
+
+
+def test_the_benchmark_measures(tmp_path):
+    out = tmp_path / "figures.json"
+    script = pathlib.Path(__file__).parent.parent / "benchmarks" / "retrieval.py"
+    command = [sys.executable, str(script), "--passages", "300", "--engines", "tantivy"]
+    options = ["--queries", "20", "--exact", "10", "--out", str(out), "--work", str(tmp_path)]
+    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (figures,) = json.loads(out.read_text())["results"]
+    assert (figures["engine"], figures["passages"]) == ("tantivy", 300)
+    # Lengths that tantivy rounds may exchange neighbours.
+    assert figures["recall@3"] > 0.9
+    rates = ("qps", "p50_ms", "p99_ms")
+    assert all(figures[kind][rate] > 0 for kind in ("direct", "http") for rate in rates)

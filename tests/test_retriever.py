@@ -217,6 +217,7 @@ def test_the_server_answers_as_clients_of_search_r1_expect(url):
         ({"queries": ["a"], "topk": 101}, "'topk' must be an integer from 1 to 100"),
         ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must be"),
         ({"queries": ["a", "b" * 8193]}, "'queries'[1] has 8193 characters, at most 8192"),
+        ({"queries": ["\ud800"]}, "'queries'[0] is no text: surrogates not allowed"),
         (b"[" * 100_000, "not JSON"),
     ],
 )

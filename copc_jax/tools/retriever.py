@@ -427,6 +427,9 @@ def build_app(
             counts["failed"] += 1
             print(f"search failed: {failure}", file=sys.stderr, flush=True)
             return web.json_response({"error": str(failure)}, status=503)
+        except Exception:
+            counts["failed"] += 1
+            raise
         counts["refused"] += 1
         return web.json_response({"error": error}, status=status)
 
@@ -466,6 +469,10 @@ def build_app(
                     f"'queries'[{i}] has {len(query)} characters, at most {max_query_length} are"
                     " allowed"
                 )
+            try:
+                query.encode()
+            except UnicodeEncodeError as error:
+                raise _Refused(f"'queries'[{i}] is no text: {error.reason}") from error
         # Clients of Search-R1 send null for the default.
         topk = 3 if topk is None else topk
         if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= max_topk:
@@ -568,49 +575,65 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     threads = min(os.cpu_count() or 1, 16)
 
     build = commands.add_parser(
         "build",
         help="index a JSONL corpus of any size; a build that was stopped goes on where it was",
-        formatter_class=formatter,
     )
     build.add_argument("--corpus", required=True, help="JSONL, or .jsonl.gz, with id and contents")
     build.add_argument("--index", required=True, help="folder of the index; made if missing")
-    build.add_argument("--engine", default="tantivy", help="tantivy, bm25s or dense")
+    build.add_argument("--engine", default="tantivy", help="tantivy, bm25s or dense (%(default)s)")
     build.add_argument(
-        "--commit-every", type=_positive, default=100_000, help="passages between two safe points"
+        "--commit-every",
+        type=_positive,
+        default=100_000,
+        help="passages between two safe points (%(default)s)",
     )
-    build.add_argument("--memory-mb", type=_positive, default=256, help="tantivy's write buffer")
-    build.add_argument("--threads", type=_positive, default=threads, help="threads that index")
+    build.add_argument(
+        "--memory-mb", type=_positive, default=256, help="tantivy's write buffer (%(default)s)"
+    )
+    build.add_argument(
+        "--threads", type=_positive, default=threads, help="threads that index (%(default)s)"
+    )
     dense = build.add_argument_group("dense engine")
     dense.add_argument(
-        "--embedding", help="minilm, or a folder of an ONNX or static model (default: minilm)"
+        "--embedding", help="minilm, or a folder of an ONNX or static model (minilm)"
     )
     dense.add_argument("--query-prefix", help="text before every query, 'query: ' for E5")
     dense.add_argument("--passage-prefix", help="text before every passage, 'passage: ' for E5")
-    dense.add_argument("--max-tokens", type=_positive, help="tokens read of a text (default: 256)")
-    dense.add_argument("--dtype", help="float32 or float16 on disk (default: float32)")
+    dense.add_argument("--max-tokens", type=_positive, help="tokens read of a text (256)")
+    dense.add_argument("--dtype", help="float32 or float16 on disk (float32)")
     build.set_defaults(run=_build_command)
 
-    serve = commands.add_parser(
-        "serve", help="serve an index or a small corpus over HTTP", formatter_class=formatter
-    )
+    serve = commands.add_parser("serve", help="serve an index or a small corpus over HTTP")
     source = serve.add_mutually_exclusive_group(required=True)
     source.add_argument("--index", help="folder that `build` made")
     source.add_argument("--corpus", help="JSONL corpus to index now, for as long as it is served")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    serve.add_argument("--port", type=int, default=8000, help="TCP port; 0 takes a free one")
-    serve.add_argument("--threads", type=_positive, default=threads, help="searches at a time")
-    serve.add_argument("--max-queries", type=_positive, default=512, help="queries a request")
-    serve.add_argument("--max-topk", type=_positive, default=100, help="passages a query")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument(
-        "--max-query-length", type=_positive, default=8192, help="characters a query"
+        "--port", type=int, default=8000, help="TCP port; 0 takes a free one (%(default)s)"
     )
-    serve.add_argument("--max-body", type=_positive, default=4 << 20, help="bytes a request")
     serve.add_argument(
-        "--max-waiting", type=_positive, default=1024, help="requests at a time, then status 429"
+        "--threads", type=_positive, default=threads, help="searches at a time (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-queries", type=_positive, default=512, help="queries a request (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-topk", type=_positive, default=100, help="passages a query (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-query-length", type=_positive, default=8192, help="characters a query (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-body", type=_positive, default=4 << 20, help="bytes a request (%(default)s)"
+    )
+    serve.add_argument(
+        "--max-waiting",
+        type=_positive,
+        default=1024,
+        help="requests at a time, then status 429 (%(default)s)",
     )
     serve.set_defaults(run=_serve_command)
 
@@ -633,6 +656,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.run(arguments)
     except KeyboardInterrupt:
+        print("stopped; a build goes on when the same command is given again", file=sys.stderr)
         return 130
     except (OSError, ValueError, RetrieverError) as error:
         print(f"error: {error}", file=sys.stderr)
