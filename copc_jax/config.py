@@ -186,7 +186,7 @@ class MathTaskConfig:
     those of the format."""
     max_calls: int = 4
     """Calls of one turn that are run."""
-    direct_share: float = 0.8
+    direct_share: float = 0.6
     """Share of warm-start demonstrations that guess without the tool: what RL has to unlearn."""
     slip_share: float = 0.3
     """Share of the other demonstrations in which the code confuses an operation."""
@@ -568,7 +568,7 @@ PRESETS: dict[str, RunConfig] = {
         tiny=TinyModelConfig(vocab_size=2048),
         rollout=RolloutConfig(max_tokens=96, max_new_tokens=32, max_observation_tokens=24),
         # Numbers in a problem are random: learning to foresee them would only add noise.
-        sft=SFTConfig(rows=6, updates=1200, context_weight=0.0),
+        sft=SFTConfig(rows=6, updates=1000, context_weight=0.0),
     ),
 }
 

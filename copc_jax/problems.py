@@ -289,6 +289,14 @@ Segment = tuple[str, bool]
 """Text and whether the policy wrote it."""
 
 
+GUESS = "0"
+"""What demonstrations answer that do not compute.
+
+It is as wrong as any other number, and takes nothing from what a small model has to learn: to copy
+numbers into code, and results of any length into the box.
+"""
+
+
 def demonstrations(
     problems: Sequence[Problem],
     *,
@@ -299,7 +307,7 @@ def demonstrations(
     run: Callable[[str], str],
     seed: int = 0,
     count: int | None = None,
-    direct_share: float = 0.8,
+    direct_share: float = 0.6,
     slip_share: float = 0.3,
 ) -> Iterator[list[Segment]]:
     """Yield episodes for supervised training, in the very text of the task.
@@ -317,7 +325,7 @@ def demonstrations(
         run: runs code and returns what it prints.
         seed: seed of all choices.
         count: number of episodes; None never ends.
-        direct_share: share of the episodes that answer at once with a number of the question.
+        direct_share: share of the episodes that answer at once with `GUESS`.
         slip_share: share of the others in which the code has one wrong operation.
 
     Raises:
@@ -336,7 +344,7 @@ def demonstrations(
         problem = rng.choice(usable)
         prompt = (render_prompt(problem.question), False)
         if rng.random() < direct_share:
-            yield [prompt, (render_answer(_guess(problem, rng)), True)]
+            yield [prompt, (render_answer(GUESS), True)]
             continue
         code = _slip(problem.code, rng) if rng.random() < slip_share else problem.code
         printed = run(code).strip()
@@ -346,16 +354,6 @@ def demonstrations(
             (render_result(printed), False),
             (render_answer(printed), True),
         ]
-
-
-def _guess(problem: Problem, rng: random.Random) -> str:
-    """Return a number of the question that is not the answer.
-
-    It is as wrong as any other, and a small model learns from it to copy numbers; numbers from
-    nowhere would teach it nothing.
-    """
-    numbers = [n for n in re.findall(r"\d+(?:\.\d+)?", problem.question) if n != problem.gold]
-    return rng.choice(numbers or ["0"])
 
 
 _OPERATION = re.compile(r"(?<= )[+*-](?= )|gcd|lcm")
