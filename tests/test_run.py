@@ -193,6 +193,46 @@ def test_exact_staleness_is_exact_after_the_ramp(cache, tmp_path):
     assert [row["lag/mean"] for row in read_metrics(run_dir)[1:]] == [0, 1, 2, 2, 2]
 
 
+def test_a_math_run_writes_and_runs_code(cache, tmp_path):
+    run_dir = tmp_path / "math"
+    math = ["--task=math", "--math.train=300", "--math.held-out=40", "--math.direct-share=0"]
+    more = ["--staleness=1", "--updates=2", "--sft.updates=60", "--tiny.vocab-size=2048"]
+    done = subprocess.run(
+        command(*arguments(cache, run_dir, *math, *more, "--eval.final-questions=20")),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_products"} <= rows[0].keys()
+    for name in ("reward/accuracy", "task/answered", "task/code_errors", "task/valid_actions"):
+        assert name in rows[-1], name
+    # The warm start has learned to open a code tag, if not yet what to write in it.
+    assert sum(row["task/calls"] + row["task/failed_calls"] for row in rows[1:]) > 0
+    assert all(row["reward/mean"] == row["reward/accuracy"] for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--math.sandbox=sandbox-fusion", "--math.sandbox-url=http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["--math.options", "products.digits=3"], "products has no option digits"),
+    ],
+)
+def test_a_math_run_that_cannot_work_is_refused_at_the_start(flags, message, cache, tmp_path):
+    math = ["--task=math", "--math.train=50", "--math.held-out=10", *flags]
+    done = subprocess.run(
+        command(*arguments(cache, tmp_path / "refused", *math)),
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
 def test_evaluate_takes_the_model_of_a_run(synchronous, cache):
     result = evaluate.main(
         [
