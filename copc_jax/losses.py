@@ -509,7 +509,6 @@ def _policy_gradient_loss(
     clip_low: Array,
     clip_high: Array,
     kept: Array,
-    **more: Array,
 ) -> tuple[Array, Metrics]:
     """Return `-reduce( sg(weight) * A * log pi )`: the gradient of each token is `weight * A`."""
     weight, advantage = _fixed(is_action, weight=weight, advantage=advantage)
@@ -523,7 +522,6 @@ def _policy_gradient_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         kept=kept,
-        **more,
     )
 
 
@@ -797,7 +795,8 @@ def second_moment_mask(
     smallest dropped square are dropped together, so the result does not depend on the order of
     rows. The tokens of the whole call are ranked; devices gather the squares.
     """
-    (square,) = select_actions(candidate, square=jnp.square(log_ratio))
+    (log_ratio,) = select_actions(candidate, log_ratio=log_ratio)
+    square = jnp.square(log_ratio)
     ranked = jnp.sort(jnp.where(candidate, square, jnp.inf).ravel())
     # The mean of the n smallest grows with n, so the kept ones are a prefix of the ranking.
     means = jnp.cumsum(ranked) / jnp.arange(1, ranked.size + 1, dtype=jnp.float32)
@@ -924,7 +923,7 @@ def critic_loss(
         (old_value,) = _fixed(is_action, old_value=old_value)
         bounded = jnp.clip(value, old_value - value_clip, old_value + value_clip)
         clipped_square = jnp.square(bounded - value_target)
-        clipped = (bounded != value) & (clipped_square > square)
+        clipped = clipped_square > square
         # No gradient where clipped: `bounded` is constant there.
         square = jnp.where(clipped, clipped_square, square)
     total, count = _reduction(0.5 * square, is_action, reduce, segment_ids)

@@ -389,11 +389,7 @@ def group_advantage(
     """
     present = ~jnp.isnan(reward)
     (reward,) = select_actions(present, reward=reward)
-    weight = (
-        jnp.where(present, 1.0, 0.0)
-        if weight is None
-        else select_actions(present, weight=weight)[0]
-    )
+    weight = jnp.ones_like(reward) if weight is None else select_actions(present, weight=weight)[0]
     same = (group_id[:, None] == group_id[None, :]) & present[None, :]
 
     def group_mean(x: Array, w: Array) -> Array:

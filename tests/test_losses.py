@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -247,24 +248,35 @@ def test_metrics_tell_the_two_sides_apart():
     zero, action = jnp.zeros((1, 5)), jnp.array([[True, True, True, True, False]])
     advantage = jnp.array([[1.0, 1.0, 1.0, -1.0, 1.0]])
 
-    def shares(name, **options):
-        run = jax.jit(adapt(getattr(losses, name), **options))
-        _, metrics = run(policy, zero, zero, advantage, action)
-        return [float(metrics[key][0]) for key in ("clip_low", "clip_high", "kept")]
+    # Lower bound, upper bound, kept. The product of the four ratios is 0.225; a ratio of exactly 1
+    # is at the bound of CISPO without a margin and not beyond it.
+    cases = [
+        (losses.copc_actor_loss, {}, [1, 2, 1]),
+        (losses.sao_actor_loss, {}, [1, 2, 1]),
+        (losses.ppo_actor_loss, {}, [0, 1, 3]),
+        (losses.ppo_actor_loss, {"dual_clip": 1.2}, [0, 2, 2]),
+        (losses.cispo_actor_loss, {}, [0, 2, 4]),
+        (losses.cispo_actor_loss, {"clip_low": 0.5}, [1, 2, 4]),
+        (losses.cispo_actor_loss, {"clip_high": 0.0}, [0, 2, 4]),
+        (losses.vcpo_actor_loss, {"weight_max": 0.2}, [0, 4, 4]),
+        (losses.vcpo_actor_loss, {"weight_max": 0.3}, [0, 0, 4]),
+        (losses.reinforce_actor_loss, {}, [0, 0, 4]),
+        (losses.vtrace_actor_loss, {}, [0, 0, 4]),
+        (losses.m2po_actor_loss, {"threshold": 0.2}, [1, 0, 3]),
+        (losses.m2po_actor_loss, {"threshold": 0.05}, [1, 2, 1]),
+        (losses.gspo_actor_loss, {}, [1, 0, 3]),
+    ]
 
-    assert shares("copc_actor_loss") == [1, 2, 1]
-    assert shares("sao_actor_loss") == [1, 2, 1]
-    assert shares("ppo_actor_loss") == [0, 1, 3]
-    assert shares("ppo_actor_loss", dual_clip=1.2) == [0, 2, 2]
-    assert shares("cispo_actor_loss") == [0, 2, 4]
-    assert shares("cispo_actor_loss", clip_low=0.5) == [1, 2, 4]
-    # A ratio of exactly 1 is at the bound and not beyond it.
-    assert shares("cispo_actor_loss", clip_high=0.0) == [0, 2, 4]
-    # The product of the four ratios is 0.225.
-    assert shares("vcpo_actor_loss", weight_max=0.2) == [0, 4, 4]
-    assert shares("vcpo_actor_loss", weight_max=0.3) == [0, 0, 4]
-    assert shares("reinforce_actor_loss") == [0, 0, 4]
-    assert shares("m2po_actor_loss", threshold=0.2) == [1, 0, 3]
+    @jax.jit
+    def run():
+        results = [loss(policy, zero, advantage, action, **options) for loss, options, _ in cases]
+        return [
+            [metrics[name][0] for name in ("clip_low", "clip_high", "kept")]
+            for _, metrics in results
+        ]
+
+    for (loss, options, want), got in zip(cases, run(), strict=True):
+        assert list(map(float, got)) == want, (loss.__name__, options)
 
 
 def test_ratio_clipped_below_needs_a_negative_advantage():
@@ -309,6 +321,84 @@ def test_the_mask_is_closed():
     assert bool(losses.ratio_mask(jnp.bfloat16(1.0), 0.0))
 
 
+def test_what_happens_at_a_bound():
+    """A ratio of exactly 1, which float32 holds, against bounds of 1: SAO alone drops it."""
+    policy, zero = jnp.zeros((1, 1)), jnp.zeros((1, 1))
+    sao, copc = adapt(losses.sao_actor_loss), adapt(losses.copc_actor_loss)
+    ppo = adapt(losses.ppo_actor_loss)
+    decoupled = adapt(losses.decoupled_ppo_actor_loss, THREE)
+    icepop = adapt(losses.icepop_actor_loss, THREE)
+    cases = [
+        (sao, {"clip_low": 0.0}, 1, (0, 0)),
+        (sao, {"clip_high": 0.0}, 1, (0, 0)),
+        (copc, {"eps_low": 0.0}, 1, (-1, -1)),
+        (copc, {"eps_high": 0.0}, 1, (-1, -1)),
+        (ppo, {"clip_low": 0.0}, -1, (1, 1)),
+        (ppo, {"clip_high": 0.0}, 1, (-1, -1)),
+        (ppo, {"dual_clip": 1.0}, -1, (1, 1)),
+        (decoupled, {"behavior_cap": 1.0}, 1, (-1, -1)),
+        (icepop, {"weight_min": 1.0}, 1, (-1, -1)),
+        (icepop, {"weight_max": 1.0}, 1, (-1, -1)),
+    ]
+
+    @jax.jit
+    def run(policy):
+        def value(policy, loss, options, advantage):
+            return loss(policy, zero, zero, zero + advantage, zero == 0, **options)[0]
+
+        return [jax.value_and_grad(value)(policy, *case[:3]) for case in cases]
+
+    for (_, options, _, want), (loss, gradient) in zip(cases, run(policy), strict=True):
+        assert (float(loss), float(gradient[0, 0])) == want, options
+
+
+def test_tokens_at_a_bound_or_without_advantage_are_not_clipped():
+    zero, true = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    far = jnp.log(jnp.array([[0.1, 9.0]]))
+    cases = [
+        (losses.ppo_actor_loss, zero, 1.0, {"clip_low": 0.0, "clip_high": 0.0}),
+        (losses.cispo_actor_loss, zero, 1.0, {"clip_low": 0.0, "clip_high": 0.0}),
+        (losses.copc_actor_loss, zero, 1.0, {"eta_policy": 0.0}),
+        (losses.vcpo_actor_loss, zero, 1.0, {"weight_max": 1.0}),
+        (losses.ppo_actor_loss, far, 0.0, {}),
+        (losses.ppo_actor_loss, far, 0.0, {"dual_clip": 2.0}),
+        (losses.gspo_actor_loss, far, 0.0, {}),
+    ]
+
+    @jax.jit
+    def run():
+        results = [
+            loss(policy, zero, zero + advantage, true, **options)
+            for loss, policy, advantage, options in cases
+        ]
+        return [(metrics["clip_low"][0], metrics["clip_high"][0]) for _, metrics in results]
+
+    for (loss, _, _, options), clipped in zip(cases, run(), strict=True):
+        assert tuple(map(float, clipped)) == (0, 0), (loss.__name__, options)
+
+
+def test_losses_from_the_proximal_policy_count_their_two_sides():
+    """Policy over proximal is 0.1, 1.5, 1.5 and 1, proximal over behavior 1."""
+    policy, zero = jnp.log(jnp.array([[0.1, 1.5, 1.5, 1.0]])), jnp.zeros((1, 4))
+    advantage = jnp.array([[-1.0, 1.0, -1.0, 1.0]])
+
+    @jax.jit
+    def run(dual_clip):
+        return [
+            loss(policy, zero, zero, advantage, zero == 0, dual_clip=dual_clip)[1]
+            for loss in (
+                losses.decoupled_ppo_actor_loss,
+                losses.tis_actor_loss,
+                losses.icepop_actor_loss,
+            )
+        ]
+
+    for dual_clip, want in ((1.6, [1, 1, 2]), (1.2, [1, 2, 1])):
+        for metrics in run(dual_clip):
+            names = ("clip_low", "clip_high", "kept", "behavior_weight", "behavior_clipped")
+            assert [float(metrics[name][0]) for name in names] == [*want, 4, 0]
+
+
 def test_dual_clip_bounds_negative_advantages_only():
     close(token_loss(losses.ppo_actor_loss, 1.1, 2.0, dual_clip=3.0), [-2.2, -2.2])
     close(token_loss(losses.ppo_actor_loss, 10.0, -2.0, dual_clip=3.0), [6, 0])
@@ -339,14 +429,19 @@ def test_behavior_cap_drops_and_truncation_bounds():
 def test_dropped_tokens_stay_in_the_denominator_unless_asked():
     policy = jnp.log(jnp.array([[1.0, 9.0, 9.0], [9.0, 9.0, 9.0]]))
     rest = (jnp.zeros((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3), bool))
-    for reduce, inside, outside in (("token", -1 / 6, -1.0), ("response", -1 / 6, -1.0)):
-        loss, metrics = losses.copc_actor_loss(policy, *rest, reduce=reduce)
-        close(loss, inside)
-        loss, metrics = losses.copc_actor_loss(
-            policy, *rest, reduce=reduce, mask_in_denominator=False
-        )
-        close(loss, outside)
-        assert float(metrics["loss"][1]) == 1
+
+    @jax.jit
+    def run():
+        return {
+            (reduce, whole): losses.copc_actor_loss(
+                policy, *rest, reduce=reduce, mask_in_denominator=whole
+            )
+            for reduce, whole in itertools.product(REDUCTIONS, (True, False))
+        }
+
+    for (reduce, whole), (loss, metrics) in run().items():
+        close(loss, -1 / 6 if whole else -1)
+        assert float(metrics["loss"][1]) == (1 if not whole else 6 if reduce == "token" else 2)
 
 
 def test_eta_zero_trains_no_moved_token():
@@ -370,10 +465,66 @@ def test_second_moment_mask_drops_the_largest_first():
     # Squares 0, .36, .36: two fit (mean .18), three do (.24).
     ties = jnp.array([[0.0, 0.6, 0.6], [0.0, 0.0, 0.0]])
     same(mask(ties, every.at[1].set(False)), every)
+    # 0.50390625**2 = 0.253922, which bfloat16 rounds to 0.253906.
+    coarse = jnp.full((2, 3), 0.50390625, jnp.bfloat16)
+    same(losses.second_moment_mask(coarse, every, threshold=0.25391), ~every)
     # Squares 0, .49, .49: two would fit, and which of equals goes must not depend on the order.
     ties = jnp.array([[0.0, 0.7, -0.7], [0.0, 0.0, 0.0]])
     same(mask(ties, every.at[1].set(False))[0], [True, False, False])
     same(mask(jnp.full((2, 3), 0.5), every), every)
+
+
+def test_harmful_tokens_alone_are_ranked():
+    """Neither a token without advantage nor one that has not moved dilutes the mean."""
+    policy = jnp.array([[1.0, 0.1, 0.0, 0.1, 0.1]])
+    advantage = jnp.array([[1.0, 0.0, 1.0, -1.0, jnp.nan]])
+    action = jnp.array([[True, True, True, True, False]])
+    mask = partial(losses.m2po_mask, policy, 0 * policy, advantage, action, threshold=0.3)
+    same(mask(harmful_only=True), [[False, True, True, True, True]])
+    same(mask(), np.ones((1, 5), bool))
+
+
+@jax.jit
+def m2po_with_masks(policy, behavior, advantage, is_action, masks):
+    def run(policy, harmful_only, kept):
+        return losses.m2po_actor_loss(
+            policy,
+            behavior,
+            advantage,
+            is_action,
+            threshold=0.0437,
+            harmful_only=harmful_only,
+            kept=kept,
+        )
+
+    grad = jax.value_and_grad(run, has_aux=True)
+    return [grad(policy, harmful_only, masks and masks[harmful_only])
+            for harmful_only in (False, True)]  # fmt: skip
+
+
+def test_a_ranking_of_the_whole_batch_makes_its_parts_add_up():
+    batch = {name: jnp.asarray(x) for name, x in sample_batch().items()}
+    inputs = [batch[name] for name in ("policy", "behavior", "advantage", "is_action")]
+    masks = [
+        jax.jit(partial(losses.m2po_mask, threshold=0.0437, harmful_only=harmful_only))(*inputs)
+        for harmful_only in (False, True)
+    ]
+    oracle = oracles.ActorOracle(*arguments(batch))
+    whole = m2po_with_masks(*inputs, None)
+    parts = [
+        m2po_with_masks(*[x[rows] for x in inputs], [mask[rows] for mask in masks])
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    for i, name in enumerate(("m2po", "m2po_harmful")):
+        _, derivative = ORACLES[name](oracle)
+        same(masks[i], (derivative != 0) | ~batch["is_action"])
+        (_, metrics), gradient = whole[i]
+        for metric, pair in metrics.items():
+            added = [sum(part[i][0][1][metric][j] for part in parts) for j in (0, 1)]
+            close(added, pair, 1e-5)
+        counts = [part[i][0][1]["loss"][1] for part in parts]
+        summed = [part[i][1] * count for part, count in zip(parts, counts, strict=True)]
+        close(jnp.concatenate(summed) / sum(counts), gradient, 1e-6)
 
 
 def test_sequence_ratio_counts_action_tokens_only():
@@ -417,11 +568,12 @@ def test_kl_estimators():
         estimator="k1",
     )  # fmt: skip
     close(kl.sum(), 0.2, 1e-6)
+    for estimator, slope in (("k1", 1.0), ("k2", 1.0), ("k3", 1 - math.exp(-1))):
+        run = lambda p, e=estimator: losses.kl_divergence(p, reference, action, estimator=e).sum()
+        close(jax.grad(run)(policy), [slope, 0], 1e-6)
     # Small differences keep their digits: exp(x) - 1 - x has none left at 1e-4.
     tiny = losses.kl_divergence(jnp.array([0.0]), jnp.array([1e-2]), jnp.ones(1, bool))
     close(tiny[0] / 5.0167e-5, 1, 1e-3)
-    with pytest.raises(Exception, match="estimator"):
-        losses.kl_divergence(policy, reference, action, estimator="k4")
 
 
 # What no loss may depend on.
@@ -669,19 +821,182 @@ def test_shard_map_adds_sums_and_counts():
 
 def test_vmap_gives_one_loss_a_row():
     batch = sample_batch()
-    run = lambda *a: losses.copc_actor_loss(*a[:-1], reduce="response", segment_ids=a[-1])[0]
-    names = ("policy", "behavior", "advantage", "is_action", "segment_ids")
-    row = lambda b: [batch[name][b] for name in names]
-    got = jax.jit(jax.vmap(run))(*[batch[name] for name in names])
-    close(got, [jax.jit(run)(*row(b)) for b in range(ROWS)], 1e-6)
+    got = jax.jit(jax.vmap(partial(per_response, ACTOR_LOSSES)))(*arguments(batch))
+    for b in range(ROWS):
+        row = {name: x[b : b + 1] for name, x in batch.items()}
+        oracle = oracles.ActorOracle(*arguments(row))
+        weight = oracles.reduction_weights(row["is_action"], "response", row["segment_ids"])
+        for name, (loss, _) in got.items():
+            want = -(weight * ORACLES[name](oracle)[0]).sum()
+            np.testing.assert_allclose(loss[b], want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_per_response_arrays_are_refused():
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_reductions_are_equal_on_any_number_of_devices(devices):
+    """Whole and shard by shard, where sums and counts are added; values and gradients."""
+    batch = {name: jnp.asarray(x) for name, x in sample_batch().items()}
+    batch["is_action"] = batch["is_action"].at[0].set(False)
+    mesh = jax.make_mesh(
+        (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
+    )
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    weights = {
+        reduce: oracles.reduction_weights(batch["is_action"], reduce, batch["segment_ids"])
+        for reduce in REDUCTIONS
+    }
+    inputs = [batch[name] for name in ("advantage", "is_action", "segment_ids")]
+
+    def added(x, action, segments):
+        result = {}
+        for reduce in REDUCTIONS:
+            weight, count = losses.reduction_weights(action, reduce=reduce, segment_ids=segments)
+            result[reduce] = jax.lax.psum(((weight * x).sum(), count), "data")
+        return result
+
+    def at_once(x, action, segments):
+        run = lambda x, reduce: losses.reduce_tokens(x, action, reduce=reduce, segment_ids=segments)
+        return {reduce: jax.value_and_grad(run)(x, reduce) for reduce in REDUCTIONS}
+
+    sums = jax.jit(jax.shard_map(added, mesh=mesh, in_specs=rows, out_specs=whole))(*inputs)
+    results = jax.jit(at_once)(*jax.device_put(inputs, NamedSharding(mesh, rows)))
+    for reduce in REDUCTIONS:
+        want = (weights[reduce] * np.asarray(inputs[0])).sum()
+        close(sums[reduce][0] / sums[reduce][1], want)
+        loss, gradient = results[reduce]
+        close(loss, want)
+        close(gradient, weights[reduce])
+        assert len(gradient.sharding.device_set) == devices
+
+
+# The other functions on arrays: of [..., T] to one number, or to one a token.
+FUNCTIONS = {
+    "ratio_mask": lambda b: losses.ratio_mask(b["policy"] / b["behavior"]),
+    "reduce_tokens": lambda b: losses.reduce_tokens(
+        b["policy"], b["is_action"], reduce="response", segment_ids=b["segment_ids"]
+    ),
+    "kl_divergence": lambda b: [
+        losses.kl_divergence(b["policy"], b["proximal"], b["is_action"], estimator=estimator)
+        for estimator in ("k1", "k2", "k3")
+    ],
+    "response_log_ratio": lambda b: [
+        losses.response_log_ratio(
+            b["policy"], b["behavior"], b["is_action"], mean=mean, segment_ids=b["segment_ids"]
+        )
+        for mean in (True, False)
+    ],
+    "second_moment_mask": lambda b: losses.second_moment_mask(b["advantage"], b["is_action"]),
+    "critic_loss": lambda b: losses.critic_loss(
+        b["policy"],
+        b["proximal"],
+        b["is_action"],
+        old_value=b["behavior"],
+        value_clip=0.21,
+        reduce="response",
+        segment_ids=b["segment_ids"],
+    ),
+    "sft_loss": lambda b: losses.sft_loss(
+        b["policy"], b["is_action"], reduce="response", segment_ids=b["segment_ids"]
+    ),
+}
+
+
+def others(batch):
+    return {name: function(batch) for name, function in FUNCTIONS.items()}
+
+
+def test_other_functions_row_by_row_under_vmap_or_under_shard_map():
+    batch, alone = sample_batch(), jax.jit(others)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(jax.vmap(others), mesh=mesh, in_specs=spec, out_specs=spec)
+    both = [jax.jit(run)(batch) for run in (jax.vmap(others), mapped)]
+    for b in range(ROWS):
+        want = alone({key: x[b] for key, x in batch.items()})
+        for got in both:
+            jax.tree.map(lambda x, y, b=b: close(x[b], y), got, want)
+
+
+def test_other_functions_compute_bfloat16_in_float32():
+    batch = sample_batch()
+    half = {
+        k: jnp.asarray(x, jnp.bfloat16) if x.dtype == np.float32 else x for k, x in batch.items()
+    }
+    full = {k: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for k, x in half.items()}
+    run = jax.jit(others)
+    low, wide = run(half), run(full)
+    for name in FUNCTIONS.keys() - {"ratio_mask"}:  # Its ratio is formed outside, in bfloat16.
+        for x, y in zip(jax.tree.leaves(low[name]), jax.tree.leaves(wide[name]), strict=True):
+            assert x.dtype in (jnp.float32, jnp.bool_)
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["kl_divergence", "response_log_ratio", "critic_loss", "sft_loss"])
+def test_gradients_are_finite_and_zero_off_action_tokens(name):
+    """Between NaN, in rows of which one has no action token, and at probabilities of 0."""
+    batch = sample_batch()
+    batch["is_action"][1] = False
+    batch["is_action"][0, :2] = True
+    outside = ~batch["is_action"]
+    if name in ("kl_divergence", "response_log_ratio"):
+        batch["policy"][0, 0] = batch["proximal"][0, 1] = batch["behavior"][0, 1] = -np.inf
+    floats = ("policy", "proximal", "behavior", "advantage")
+    moving = {key: np.where(outside, np.float32(np.nan), batch[key]) for key in floats}
+    fixed = {key: jnp.asarray(batch[key]) for key in ("is_action", "segment_ids")}
+
+    def total(moving):
+        return sum(x.sum() for x in jax.tree.leaves(FUNCTIONS[name](moving | fixed)))
+
+    gradients = jax.jit(jax.grad(total))(moving)
+    assert np.any(np.asarray(gradients["policy"]) != 0)
+    for key, gradient in gradients.items():
+        assert np.all(np.isfinite(gradient)), key
+        assert np.all(np.asarray(gradient)[outside] == 0), key
+
+
+# Refused inputs, without the type checks of the tests, as users call the package.
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.parametrize("name", ACTOR_LOSSES)
+@pytest.mark.usefixtures("unchecked")
+def test_arrays_that_would_broadcast_are_refused_by_every_actor_loss(name):
     """[4] against [4, 4] would broadcast to a wrong number."""
-    batch = {name: jnp.asarray(x) for name, x in sample_batch(time=ROWS).items()}
-    with pytest.raises(Exception, match="advantage"):
-        losses.copc_actor_loss(
-            batch["policy"], batch["behavior"], batch["advantage"][0], batch["is_action"]
+    batch = {key: jnp.asarray(x) for key, x in sample_batch(time=ROWS).items()}
+    read = ["policy", "behavior", "advantage"]
+    if name in ("copc_frozen", "decoupled", "tis", "icepop"):
+        read.append("proximal")
+    for wrong in read:
+        arrays = [x[0] if key == wrong else x for key, x in batch.items() if key in INPUTS[:-1]]
+        named = "advantage has shape" if wrong == "advantage" else "logprob has shape"
+        with pytest.raises(ValueError, match=named):
+            jax.eval_shape(ACTOR_LOSSES[name], *arrays)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_critic_and_supervised_losses_name_the_array_of_a_wrong_shape():
+    right, action = jnp.ones((4, 4)), jnp.ones((4, 4), bool)
+    for wrong in ("value", "value_target", "old_value"):
+        arrays = {name: right for name in ("value", "value_target", "old_value")}
+        with pytest.raises(ValueError, match=f"^{wrong} has shape"):
+            losses.critic_loss(**arrays | {wrong: jnp.ones(4)}, is_action=action, value_clip=0.5)
+    with pytest.raises(ValueError, match=r"^logprob has shape"):
+        losses.sft_loss(jnp.ones(4), action)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unknown_options_are_named():
+    one = jnp.ones((2, 2))
+    with pytest.raises(ValueError, match='reduce must be "token" or "response", got \'mean\''):
+        losses.reduce_tokens(one, one > 0, reduce="mean")
+    with pytest.raises(ValueError, match=r"estimator must be .* got 'k4'"):
+        losses.kl_divergence(one, one, one > 0, estimator="k4")
+    with pytest.raises(ValueError, match="segment_ids has shape"):
+        losses.reduce_tokens(
+            one, one > 0, reduce="response", segment_ids=jnp.ones((2, 1), jnp.int32)
         )
 
 
@@ -704,7 +1019,8 @@ def test_defaults_are_the_papers():
         losses.cispo_actor_loss: {"clip_low": 1.0, "clip_high": 0.2} | token,
         losses.gspo_actor_loss: {"clip_low": 3e-4, "clip_high": 4e-4} | response,
         losses.vcpo_actor_loss: {"weight_max": 8.0} | response,
-        losses.m2po_actor_loss: {"threshold": 0.04, "harmful_only": False} | token,
+        losses.m2po_actor_loss: {"threshold": 0.04, "harmful_only": False, "kept": None} | token,
+        losses.m2po_mask: {"threshold": 0.04, "harmful_only": False},
         losses.second_moment_mask: {"threshold": 0.04},
         losses.critic_loss: {"old_value": None, "value_clip": None} | token,
         losses.sft_loss: token,
@@ -782,18 +1098,6 @@ def test_many_equal_responses_are_counted_exactly():
     assert float(count) == 64
 
 
-@pytest.mark.parametrize("call", ["reduce", "segments"])
-def test_bad_reductions_are_named(call):
-    x = jnp.ones((2, 2))
-    with pytest.raises(Exception, match="reduce" if call == "reduce" else "segment_ids"):
-        if call == "reduce":
-            losses.reduce_tokens(x, x > 0, reduce="mean")
-        else:
-            losses.reduce_tokens(
-                x, x > 0, reduce="response", segment_ids=jnp.ones((2, 1), jnp.int32)
-            )
-
-
 # Critic and supervised losses.
 
 
@@ -850,6 +1154,18 @@ def test_critic_loss_equals_its_loop_and_its_derivative():
             close(total / count, want, 1e-5)
 
 
+def test_critic_keeps_the_gradient_at_a_tie():
+    """The value 3 and its bound 1 are equally far from the target 2."""
+    value, target, true = jnp.full((1, 1), 3.0), jnp.full((1, 1), 2.0), jnp.ones((1, 1), bool)
+
+    def run(value):
+        return losses.critic_loss(value, target, true, old_value=0 * target, value_clip=1.0)
+
+    (loss, metrics), gradient = jax.value_and_grad(run, has_aux=True)(value)
+    assert (float(loss), float(gradient[0, 0])) == (0.5, 1)
+    assert float(metrics["value_clipped"][0]) == 0
+
+
 def test_critic_trains_tokens_that_the_actor_drops():
     one = jnp.ones((1, 2))
     policy = jnp.log(jnp.array([[1.0, 9.0]]))
@@ -882,6 +1198,19 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     close(loss, 3.5)
     close(metrics["loss"], [7, 2])
     close(gradient, [[-0.25, -0.25, 0], [-0.5, 0, 0]])
+
+
+def test_supervised_loss_without_tokens_and_of_an_impossible_one():
+    def run(logprob, action):
+        return losses.sft_loss(logprob, action, reduce="response")[0]
+
+    logprob = jnp.array([[-jnp.inf, -2.0], [jnp.nan, jnp.nan]])
+    loss, gradient = jax.value_and_grad(run)(logprob, logprob > 0)
+    assert float(loss) == 0
+    same(gradient, np.zeros((2, 2)))
+    loss, gradient = jax.value_and_grad(run)(logprob, jnp.isfinite(logprob) | (logprob < 0))
+    assert np.isposinf(loss)
+    close(gradient, [[-0.5, -0.5], [0, 0]])
 
 
 def test_a_single_token_is_its_own_mean():
