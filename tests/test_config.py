@@ -100,6 +100,8 @@ def test_flags_reach_their_fields(spelling):
         (["--search.one-hop-share=2"], "one_hop_share"),
         (["--sft.updates=0"], "updates"),
         (["--eval.every=-1"], "every"),
+        (["--viewer.every=-1"], "every"),
+        (["--viewer.episodes=0"], "episodes"),
         (["--tiny.num-heads=3"], "num_heads"),
         (["--tiny.num-kv-heads=3"], "num_kv_heads"),
         (["--cpus", "0", "4096"], "cpus"),
