@@ -161,7 +161,7 @@ class MathTaskConfig:
     simple_equations; none takes a mixture that the small model can copy and not compute."""
     options: tuple[str, ...] = ()
     """Difficulty of a generator, as name.option=value, such as products.max_digits=4."""
-    train: int = 20_000
+    train: int = 10_000
     """Built-in training problems."""
     held_out: int = 1_000
     """Built-in held-out problems."""
@@ -568,7 +568,7 @@ PRESETS: dict[str, RunConfig] = {
         tiny=TinyModelConfig(vocab_size=2048),
         rollout=RolloutConfig(max_tokens=96, max_new_tokens=32, max_observation_tokens=24),
         # Numbers in a problem are random: learning to foresee them would only add noise.
-        sft=SFTConfig(rows=6, updates=1000, context_weight=0.0),
+        sft=SFTConfig(rows=6, updates=1000, demonstrations=12_000, context_weight=0.0),
     ),
 }
 

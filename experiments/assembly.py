@@ -337,7 +337,7 @@ def _math(config: RunConfig) -> Environment:
         make_task=lambda tokenizer: math.MathTask(tokenizer, sandbox, verifier, form),
         train=asked,
         held_out=held_out_asked,
-        texts=lambda: problems.tokenizer_texts(train, **texts),
+        texts=lambda: problems.tokenizer_texts(train[:2000], **texts),
         tags=(*form.texts, "\\boxed{"),
         demonstrations=demonstrations,
         tools=(sandbox, _closing(verifier)),
