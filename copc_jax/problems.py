@@ -1,7 +1,7 @@
 """Math problems: generated without end, read from anywhere, mixed, and shown being solved.
 
 Problems come from reasoning-gym's generators, whose numbers are drawn by seed. The default mixture
-needs the tool: products, sums, multiples and expressions of four-digit numbers are beyond a small
+needs the tool: products, sums, multiples and expressions of three-digit numbers are beyond a small
 model's head, and their wording is regular, so that a small model learns soon to copy the numbers
 into code.
 """
@@ -110,17 +110,15 @@ class ProblemSource:
             raise ValueError(f"the weight of {self.name} must be more than 0, not {self.weight}")
 
 
-_FOUR_DIGITS = {"min_digits": 4, "max_digits": 4}
+_THREE_DIGITS = {"min_digits": 3, "max_digits": 3}
 
 DEFAULT_SOURCES = (
-    ProblemSource("products", 1.0, _FOUR_DIGITS),
-    ProblemSource("chain_sum", 1.0, {"min_terms": 3, "max_terms": 3, **_FOUR_DIGITS}),
-    ProblemSource("lcm", 1.0, {"min_value": 1000, "max_value": 9999}),
-    ProblemSource("basic_arithmetic", 0.5, {"min_terms": 2, "max_terms": 3, **_FOUR_DIGITS}),
+    ProblemSource("products", 1.0, _THREE_DIGITS),
+    ProblemSource("chain_sum", 1.0, {"min_terms": 3, "max_terms": 3, **_THREE_DIGITS}),
+    ProblemSource("lcm", 1.0, {"min_value": 100, "max_value": 999}),
+    ProblemSource("basic_arithmetic", 1.0, {"min_terms": 2, "max_terms": 3, **_THREE_DIGITS}),
 )
-"""Numbers of four digits are two tokens to the small model's tokenizer, and results more. Copying
-the question into code then teaches what copying a result takes; from numbers of one token a model
-of two layers learns that late or never."""
+"""Numbers of three digits are single tokens to the small model's tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True)
