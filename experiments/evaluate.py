@@ -34,7 +34,7 @@ from typing import Any, TextIO
 import assembly
 import numpy as np
 
-from copc_jax import data, metrics
+from copc_jax import data, hf, metrics
 from copc_jax.config import RunConfig, parse_command, refuse
 from copc_jax.rollout.client import RolloutError, SamplingParams, SGLangClient
 from copc_jax.rollout.collector import Collector, episode_seed
@@ -180,15 +180,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     if config.model == "tiny":
         refuse("--model must name an HF folder, such as runs/<run>/model")
-    if threading.current_thread() is threading.main_thread():
-        # A scheduler's end is as orderly as Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         evaluation = Evaluation(how, config)
     except assembly.START_ERRORS as error:
         refuse(error)
     try:
-        evaluation.play()
+        with _interruptible():
+            evaluation.play()
     except (EvaluationError, LaunchError, RolloutError, RetrieverError) as error:
         refuse(error)
     except KeyboardInterrupt:
@@ -235,26 +233,30 @@ class Evaluation:
             ValueError: unusable files or model, or a folder that holds another evaluation.
         """
         self.how = how
-        assembly.prepare_process(config)
-        self.parts = assembly.build(config)
-        self.config = _fit(config, self.parts.model.max_position_embeddings)
-        self.prompts = _first_of_each(self._questions(), how.limit)
+        folder = Path(config.model)
+        self.config = _fit(config, hf.load_config(folder).max_position_embeddings)
+        # Files are read before anything expensive is built.
+        self.prompts = assembly.read_files(config, how.data) if how.data else []
         self.out = how.out or _new_folder(config)
-        self.out.mkdir(parents=True, exist_ok=True)
-        print(f"results: {self.out}", flush=True)
-        _check_settings(self.out / SETTINGS_FILE, self._settings())
+        if how.data:
+            self._open()
+        assembly.prepare_process(config)
+        self.parts = assembly.build(self.config)
+        if not how.data:
+            self.prompts = self.parts.environment.held_out[: config.eval.final_questions or None]
+            self._open()
+        elif config.task == "search" and config.search.retriever_url is None:
+            print(assembly.NO_CORPUS)
         self.records = _read_samples(self.out / SAMPLES_FILE)
         self.failures = 0
         self.given_up: list[tuple[str, int]] = []
 
-    def _questions(self) -> Sequence[Prompt]:
-        config = self.config
-        if not self.how.data:
-            prompts = self.parts.environment.held_out
-            return prompts[: config.eval.final_questions or None]
-        if config.task == "search" and config.search.retriever_url is None:
-            print(assembly.NO_CORPUS)
-        return assembly.read_files(config, self.how.data)
+    def _open(self) -> None:
+        """Make the folder, or compare it with what is asked for."""
+        self.prompts = _first_of_each(self.prompts, self.how.limit)
+        self.out.mkdir(parents=True, exist_ok=True)
+        _check_settings(self.out / SETTINGS_FILE, self._settings())
+        print(f"results: {self.out}", flush=True)
 
     def _settings(self) -> dict[str, Any]:
         """Everything that a sample depends on, by the flag that sets it."""
@@ -642,6 +644,20 @@ def _read_samples(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}:{number}: no sample of an evaluation: {error}") from None
     return records
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a scheduler's SIGTERM end what is inside as orderly as Ctrl-C does."""
+    # Only the main thread may set handlers.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
