@@ -67,7 +67,6 @@ def select_actions(is_action: Bool[Array, "*batch time"], **arrays: Array) -> tu
             raise ValueError(
                 f"{name} has shape {jnp.shape(x)} but is_action has shape {jnp.shape(is_action)}"
             )
-    is_action = jnp.asarray(is_action, jnp.bool_)
     return tuple(jnp.where(is_action, jnp.asarray(x, jnp.float32), 0.0) for x in arrays.values())
 
 

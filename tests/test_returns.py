@@ -495,6 +495,15 @@ def test_lambda_can_differ_by_token():
     same(varied.advantage[1:], constant.advantage[1:])
 
 
+def test_a_diverged_critic_shows_on_action_tokens_only():
+    batch = {name: x[0] for name, x in on_device(sample_batch()).items()}
+    batch["is_action"] = jnp.array([True, False, True, True, False, True, False])
+    batch["value"] = jnp.where(jnp.arange(TIME) == 5, jnp.nan, batch["value"])
+    for got in CORRECTED["residual", "weighted"](1.0, *core(batch)):
+        assert np.isnan(got[5])
+        same(got[~batch["is_action"]], np.zeros(3))
+
+
 def test_lambda_of_each_token_is_read_on_action_tokens_only():
     batch = {name: x[0] for name, x in on_device(sample_batch()).items()}
     inputs = ordered(batch, "reward", "value", "discount")
