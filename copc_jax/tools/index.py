@@ -216,9 +216,9 @@ class _Tantivy:
         threads: int,
     ) -> None:
         index = WordIndex(folder / "tantivy")
-        # One thread adds rows in order, so what is committed is the first so many of them.
+        # Rows are added in order, so what is committed is the first so many of them.
         start = index.rows
-        report(start)
+        _going_on(start, report)
         index.write(memory_mb=memory_mb, threads=min(threads, 4))
         for row, contents in enumerate(store.contents(start), start=start):
             index.add(row, contents)
@@ -325,7 +325,7 @@ class _Dense:
                 # A kill may have cut the last group.
                 start -= start % _EMBED_GROUP
                 file.truncate(start * row_bytes)
-            report(start)
+            _going_on(start, report)
             texts: list[str] = []
             for row, contents in enumerate(store.contents(start), start=start):
                 texts.append(settings["passage_prefix"] + contents)
@@ -415,6 +415,12 @@ def _numpy_inner_products(
     scores = queries @ block.T
     rows = np.argpartition(scores, len(block) - k, axis=1)[:, len(block) - k :]
     return np.take_along_axis(scores, rows, axis=1), rows
+
+
+def _going_on(start: int, report: Report) -> None:
+    if start:
+        print(f"going on after {start} passages", file=sys.stderr, flush=True)
+    report(start)
 
 
 def _require_rows(found: int, expected: int) -> None:
