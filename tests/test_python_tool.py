@@ -190,6 +190,11 @@ def test_an_error_is_the_last_line_of_its_traceback(box, code, text):
     assert (found.text, found.ok, found.limit) == (text, False, None)
 
 
+def test_an_error_in_text_that_a_program_parses_happens_once(box):
+    found = box.run("print('once')\neval('1 +')")
+    assert re.fullmatch(r"once\nSyntaxError: .+ \(line 2\)", found.text)
+
+
 @pytest.mark.parametrize("code", ["x = = 1", "print('a')\nf(1", "if True:\nprint(1)", "x = 'abc"])
 def test_a_program_that_does_not_parse_runs_not_at_all(box, code):
     found = box.run(code)
@@ -349,7 +354,7 @@ def test_nothing_outlives_a_killed_process(name, tmp_path):
         "    await task\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, text=True
     ) as process:

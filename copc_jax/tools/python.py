@@ -45,7 +45,7 @@ Limit = Literal["time", "memory", "output", "crash"]
 MAX_OUTPUT_BYTES = 1 << 20
 
 # Seconds beyond the time limit after which a sandbox that does not answer is at fault itself.
-_GRACE_S = 10.0
+_GRACE_S = 30.0
 _START_S = 120.0
 _PACKAGES = ("mpmath", "numpy", "sympy")  # In the order in which they must be loaded.
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
@@ -147,7 +147,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End every process and connection; programs at work are ended too."""
+        """End every process and connection; programs at work end, at their limit at the latest."""
         ...
 
     async def __aenter__(self) -> Self:
@@ -213,12 +213,12 @@ class _Printed:
     """Standard output of a program, as far as it is kept."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._kept = bytearray()
         self._size = 0
 
     def add(self, data: bytes) -> bool:
         """Keep the data; False when it was too much, and the program is to be ended."""
-        self._parts.append(data[: MAX_OUTPUT_BYTES - self._size])
+        self._kept += data[: max(MAX_OUTPUT_BYTES - self._size, 0)]
         self._size += len(data)
         return self._size <= MAX_OUTPUT_BYTES
 
@@ -236,7 +236,7 @@ class _Printed:
         elif limit == "output":
             error = f"Output Limit Error: more than {MAX_OUTPUT_BYTES} bytes were printed"
         error = error[: limits.output_chars // 2]
-        lines = [b"".join(self._parts).decode(errors="replace").rstrip(), error]
+        lines = [self._kept.decode(errors="replace").rstrip(), error]
         text = cut("\n".join(line for line in lines if line), limits.output_chars)
         return Execution(text, not error and limit is None, limit, seconds)
 
@@ -268,7 +268,14 @@ class MontySandbox(Sandbox):
             max_total_sleep_secs=limits.time_s,
             max_memory=limits.memory_mb << 20,
         )
+        # What a program may bring about.
+        self._failures = (
+            pydantic_monty.MontyCrashedError,
+            pydantic_monty.MontyRuntimeError,
+            pydantic_monty.MontySyntaxError,
+        )
         self._pool: Any = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the pool of workers.
@@ -276,89 +283,93 @@ class MontySandbox(Sandbox):
         Raises:
             SandboxError: the program of the workers is missing or does not start.
         """
-        if self._pool is not None:
-            return
-        try:
-            pool = self._monty.AsyncMonty(
-                max_processes=self._limits.processes, feed_duration_limit_grace=0.5
-            )
-            await pool.__aenter__()
-        except (self._monty.MontyError, OSError, RuntimeError) as error:
-            raise SandboxError(f"monty did not start: {error}") from error
-        self._pool = pool
+        async with self._starting:
+            if self._pool is not None:
+                return
+            try:
+                pool = self._monty.AsyncMonty(
+                    max_processes=self._limits.processes, feed_duration_limit_grace=0.5
+                )
+                await pool.__aenter__()
+            except (self._monty.MontyError, OSError, RuntimeError) as error:
+                raise SandboxError(f"monty did not start: {error}") from error
+            self._pool = pool
 
     async def close(self) -> None:
         """End the workers."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.__aexit__(None, None, None)
+        async with self._starting:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                await pool.__aexit__(None, None, None)
+        self._starting = asyncio.Lock()  # The old one belongs to this event loop.
 
     async def run(self, code: str) -> Execution:
         """Run a program in a fresh session.
-
-        The value of a last line is worked out and printed inside: values that cross into this
-        process may be unbounded in size, though small inside.
 
         Raises:
             SandboxError: no worker can be had.
         """
         await self.start()
+        head, separator, last = code.rstrip().rpartition("\n")
+        if last and not last[0].isspace():
+            found = await self._try(code, f"{head}{separator}_=({last}\n)", shows_last=True)
+            if found is not None:
+                return found
+        found = await self._try(code, code, shows_last=False)
+        assert found is not None
+        return found
+
+    async def _try(self, code: str, program: str, *, shows_last: bool) -> Execution | None:
+        """Run `program`, which is `code` or what keeps the value of its last line as `_`.
+
+        That value is printed inside: values that cross into this process may be unbounded in size,
+        though small inside. Returns None when the last line turns out to have no value.
+        """
+        pool = self._pool
+        if pool is None:
+            raise SandboxError("the sandbox was closed")
         printed = _Printed()
 
         def write(stream: str, text: str) -> None:
             if stream == "stdout" and not printed.add(text.encode(errors="replace")):
                 raise RuntimeError("output limit")
 
-        # Nothing is returned from a program that ends in None.
-        plain = f"{code}\nNone"
-        head, _, last = code.rstrip().rpartition("\n")
-        candidates = [plain]
-        if last and not last[0].isspace():
-            candidates.insert(0, f"{head}\n_=({last}\n)\nNone" if head else f"_=({last}\n)\nNone")
         started = None
         try:
-            async with self._pool.checkout(limits=self._resources) as session:
+            async with pool.checkout(limits=self._resources) as session:
                 started = time.monotonic()
-                for program in candidates:
-                    try:
-                        await session.feed_run(program, print_callback=write)
-                    except self._monty.MontySyntaxError:
-                        # Nothing has run: the last line was no expression, or there is an error.
-                        if program is plain:
-                            raise
-                        continue
-                    if program is not plain and not printed:
-                        show = "if _ is not None: print(repr(_))\nNone"
-                        await session.feed_run(show, print_callback=write)
-                    break
+                # Nothing is returned from a program that ends in None.
+                await session.feed_run(f"{program}\nNone", print_callback=write)
+                if shows_last and not printed:
+                    show = "if _ is not None: print(repr(_))\nNone"
+                    await session.feed_run(show, print_callback=write)
                 return printed.result(self._limits, time.monotonic() - started)
-        except self._monty.MontyCrashedError as error:
-            if started is None:
-                raise SandboxError(f"monty has no worker: {error}") from error
-            seconds = time.monotonic() - started
+        except (self._monty.MontyError, OSError, RuntimeError) as error:
+            if shows_last and isinstance(error, self._monty.MontySyntaxError):
+                return None
+            if started is None or not isinstance(error, self._failures):
+                raise SandboxError(f"monty failed: {error}") from error
+            return self._failed(error, code, printed, time.monotonic() - started)
+
+    def _failed(self, error: Any, code: str, printed: _Printed, seconds: float) -> Execution:
+        if isinstance(error, self._monty.MontyCrashedError):
             if error.timed_out:
                 return printed.result(self._limits, seconds, limit="time")
             text = "the interpreter was brought down"
             return printed.result(self._limits, seconds, error=text, limit="crash")
-        except (self._monty.MontySyntaxError, self._monty.MontyRuntimeError) as error:
-            if started is None:
-                raise SandboxError(f"monty has no worker: {error}") from error
-            seconds = time.monotonic() - started
-            message = error.display("type-msg")
-            limit: Limit | None = None
-            if message.startswith("MemoryError"):
-                limit = "memory"
-            elif re.match(r"TimeoutError: (feed time|turn time|sleep) limit exceeded", message):
-                limit = "time"
-            frames = error.traceback()
-            if frames and limit is None:
-                line = frames[-1].line
-                if line > code.count("\n") + 1:  # The parser got as far as the line added here.
-                    line, message = line - 1, "SyntaxError: unexpected end of the program"
-                message += f" (line {line})"
-            return printed.result(self._limits, seconds, error=message, limit=limit)
-        except (self._monty.MontyError, OSError, RuntimeError) as error:
-            raise SandboxError(f"monty failed: {error}") from error
+        message = error.display("type-msg")
+        limit: Limit | None = None
+        if message.startswith("MemoryError"):
+            limit = "memory"
+        elif re.match(r"TimeoutError: (feed time|turn time|sleep) limit exceeded", message):
+            limit = "time"
+        frames = error.traceback()
+        if frames and limit is None:
+            line = frames[-1].line
+            if line > code.count("\n") + 1:  # The parser got as far as the line added here.
+                line, message = line - 1, "SyntaxError: unexpected end of the program"
+            message += f" (line {line})"
+        return printed.result(self._limits, seconds, error=message, limit=limit)
 
 
 class CPythonSandbox(Sandbox):
@@ -658,7 +669,7 @@ class SandboxFusion(Sandbox):
     async def start(self) -> None:
         """Open the client; the server is first met at the first call."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._limits.time_s + 3 * _GRACE_S)
+            timeout = aiohttp.ClientTimeout(total=self._limits.time_s + _GRACE_S)
             self._session = aiohttp.ClientSession(timeout=timeout)
 
     async def close(self) -> None:

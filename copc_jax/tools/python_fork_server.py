@@ -79,9 +79,7 @@ _HARMLESS = (
     *(270, 271, 318),  # pselect6 ppoll getrandom
 )
 _OPEN, _OPENAT, _IOCTL, _FCNTL, _PRLIMIT64 = 2, 257, 16, 72, 302
-_WRITE_FLAGS = (
-    os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
-)
+_WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
 _IOCTLS = (0x5450, 0x5451)  # FIONCLEX FIOCLEX
 _FCNTLS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
 
@@ -243,20 +241,18 @@ def _describe(error: BaseException) -> str:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
+    try:
+        message = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        message = ""
     line = None
-    if isinstance(error, SyntaxError):
-        message = str(error.msg)
-        line = error.lineno if error.filename == _CODE_NAME else None
-    else:
-        try:
-            message = str(error)
-        except Exception:
-            message = ""
     trace = error.__traceback__
-    while trace is not None and not isinstance(error, SyntaxError):
+    while trace is not None:
         if trace.tb_frame.f_code.co_filename == _CODE_NAME:
             line = trace.tb_lineno
         trace = trace.tb_next
+    if isinstance(error, SyntaxError) and error.filename == _CODE_NAME:
+        line = error.lineno
     text = f"{name}: {message}" if message else name
     return f"{text} (line {line})" if line else text
 
