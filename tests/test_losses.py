@@ -427,8 +427,9 @@ def test_behavior_cap_drops_and_truncation_bounds():
 
 
 def test_dropped_tokens_stay_in_the_denominator_unless_asked():
-    policy = jnp.log(jnp.array([[1.0, 9.0, 9.0], [9.0, 9.0, 9.0]]))
-    rest = (jnp.zeros((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3), bool))
+    policy = jnp.log(jnp.array([[1.0, 9.0, 9.0, jnp.nan], [9.0, 9.0, 9.0, 1.0]]))
+    action = jnp.array([[True, True, True, False]] * 2)
+    rest = (jnp.zeros((2, 4)), jnp.ones((2, 4)), action)
 
     @jax.jit
     def run():
