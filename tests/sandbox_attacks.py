@@ -95,7 +95,7 @@ ENDLESS = [
         limit="output",
     ),
     endless("raw output", "import os\nwhile True: os.write(1, b'y' * 65536)", limit="output"),
-    endless("list", "x = []\nwhile True: x.append('y' * 100000)", limit="memory"),
+    endless("list", "x = []\nwhile True: x.append('y' * 10 ** 7)", limit="memory"),
     endless(
         "list of an iterator", "import itertools\nlist(itertools.count())", limit="memory|time"
     ),

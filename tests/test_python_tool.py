@@ -37,7 +37,7 @@ SANDBOXES = [
     pytest.param("cpython", marks=needs_linux),
     pytest.param("cpython in bubblewrap", marks=[needs_linux, needs_bubblewrap]),
 ]
-LIMITS = Limits(time_s=2.0, memory_mb=64, output_chars=400, processes=4)
+LIMITS = Limits(time_s=1.0, memory_mb=64, output_chars=400, processes=4)
 
 
 def build(name, limits=LIMITS):
