@@ -562,6 +562,7 @@ PRESETS: dict[str, RunConfig] = {
     "search/wikipedia": RunConfig(
         task="search", rollout=_LONG_PASSAGES, search=SearchTaskConfig(corpus="wikipedia")
     ),
+    "search/long": RunConfig(task="search", rollout=_LONG_PASSAGES),
     "search/phantom": RunConfig(task="search", rollout=_LONG_PASSAGES),
     "math": RunConfig(
         task="math",
@@ -578,7 +579,7 @@ PRESETS: dict[str, RunConfig] = {
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
     """Read the command line over the preset of `--task`, or over the saved run of `--resume`.
 
-    A corpus of the search task may have a preset of its own, "search/<corpus>".
+    A corpus or a format of the search task may have a preset of its own, "search/<name>".
 
     Raises:
         SystemExit: with status 2 and a message that names the field, on unknown flags and
@@ -637,8 +638,9 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     """What the command line changes: the preset of its task, or the saved run of `--resume`."""
     folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
     first = next(iter(presets))
-    corpus = f"{task or first}/{_flag(arguments, '--search.corpus')}"
-    default = presets.get(corpus, presets.get(task or "", presets[first]))
+    special = [_flag(arguments, f"--search.{name}") for name in ("corpus", "format")]
+    names = [*(f"{task or first}/{name}" for name in special), task, first]
+    default = next(presets[name] for name in names if name in presets)
     if folder is not None:
         return _saved(Path(folder))
     return for_method(default, _flag(arguments, "--method"))

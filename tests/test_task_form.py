@@ -56,7 +56,11 @@ def test_flags_reach_everything_that_reads_the_form():
 
 
 def test_the_long_format_explains_the_rules():
-    built = environment("--search.format=long", "--search.tags=chain-of-agents")
+    config = parse(["--task=search", "--search.format=long", "--search.tags=chain-of-agents"])
+    built = assembly.ENVIRONMENTS["search"](config)
+    tokenizer = data.train_tokenizer(built.texts(), 2048, tags=built.tags)
+    longest = max(len(built.make_task(tokenizer).encode_prompt(p)) for p in built.train[:1000])
+    assert longest <= config.rollout.max_tokens // 2
     (prompt, _), *_ = next(iter(built.demonstrations(1)))
     assert "<wiki_search>" in prompt and "<observation>" in prompt and "Question: " in prompt
     assert built.form == {
@@ -121,9 +125,14 @@ def test_forms_and_corpora_that_do_not_exist_are_refused(capsys, flags, message)
     assert message in " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
-def test_a_corpus_of_long_passages_has_a_larger_budget():
+def test_long_texts_have_a_larger_budget():
     small = parse(["--task=search"]).rollout
-    for flags in (["--search.corpus=wikipedia"], ["--search.corpus", "phantom"]):
+    for flags in (
+        ["--search.corpus=wikipedia"],
+        ["--search.corpus", "phantom"],
+        ["--search.format=long"],
+        ["--search.format=long", "--search.corpus=wikipedia"],
+    ):
         config = parse(["--task=search", *flags, "--search.phantom-dir=x"])
         assert config.rollout.max_tokens > 2 * small.max_tokens
         assert config.rollout.max_turns == 5
