@@ -190,7 +190,8 @@ def render_notice(config: SearchConfig, text: str) -> str:
 
 def _disarm(tags: TagSet, text: str) -> str:
     for tag in tags.texts:
-        text = text.replace(tag, tag.strip("<>"))
+        # A space in it, not a hole: around a hole "<<search>>" would close up to a tag.
+        text = text.replace(tag, f"< {tag[1:]}")
     return text
 
 
