@@ -142,7 +142,14 @@ def test_tag_names_that_cannot_be_told_apart_are_refused(names):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("topk", 0), ("max_query_characters", 0), ("max_answer_tags", 0), ("prompt", "no slot"), ("observation", ""), ("document", "x")],
+    [
+        ("topk", 0),
+        ("max_query_characters", 0),
+        ("max_answer_tags", 0),
+        ("prompt", "no slot"),
+        ("observation", ""),
+        ("document", "x"),
+    ],
 )
 def test_templates_without_their_slot_are_refused(field, value):
     with pytest.raises(ValueError, match=field):

@@ -81,8 +81,8 @@ def read_tags(text: str) -> TagSet:
     names = [name.strip() for name in text.split(",")]
     if len(names) != len(dataclasses.fields(TagSet)):
         raise ValueError(
-            f"tags {text!r}: must be {' or '.join(TAG_SETS)}, or four names for search, information,"
-            " answer and think, such as find,result,reply,think"
+            f"tags {text!r}: must be {' or '.join(TAG_SETS)}, or four names for search,"
+            " information, answer and think, such as find,result,reply,think"
         )
     return TagSet(*names)
 
