@@ -978,6 +978,15 @@ def test_arrays_that_would_broadcast_are_refused_by_every_actor_loss(name):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_m2po_refuses_arrays_of_another_shape_when_its_mask_is_given():
+    right, action = jnp.ones((4, 4)), jnp.ones((4, 4), bool)
+    with pytest.raises(ValueError, match="advantage has shape"):
+        losses.m2po_actor_loss(right, right, right[0], action, kept=action)
+    with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match="kept has shape"):
+        losses.m2po_actor_loss(right, right, right, action, kept=action[0])
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_critic_and_supervised_losses_name_the_array_of_a_wrong_shape():
     right, action = jnp.ones((4, 4)), jnp.ones((4, 4), bool)
     for wrong in ("value", "value_target", "old_value"):
