@@ -299,6 +299,10 @@ class RolloutConfig:
     """Which server to start when `urls` is empty."""
     sglang_python: str = "python"
     """Interpreter of the environment that holds sglang, for `--rollout.launch=sglang`."""
+    sglang_device: Literal["gpu", "cpu"] = "gpu"
+    """Where a launched SGLang runs: on what it finds, in bfloat16, or on the CPU, in float32."""
+    sglang_args: str = ""
+    """More arguments for a launched SGLang, in one string: "--tp 2 --mem-fraction-static 0.8"."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; anything but 1 is refused: ratios would not
     describe the policy."""
@@ -315,12 +319,15 @@ class RolloutConfig:
     max_in_flight: int = 64
     """Episodes that run at once."""
     slots: int = 64
-    """Sequences that the embedded server decodes at once."""
+    """Sequences that a launched server decodes at once."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to running requests at a weight update: recompute their cache, keep it, or abort
     and resend."""
     timeout_seconds: float = 120.0
     """Time-out of one HTTP call, in seconds."""
+    logprob_gap_limit: float = 0.05
+    """Largest mean of |learner - server| log-prob, in nats, over the tokens of a batch that the
+    weights in training sampled themselves; a run stops above it. inf is no limit."""
     deadline_seconds: float = 300.0
     """Seconds after which a request that keeps failing is given up, retries included."""
     stall_seconds: float = 300.0
@@ -343,6 +350,7 @@ class RolloutConfig:
         )
         _require_least(self, 0, "max_observation_tokens")
         _require_positive(self, "timeout_seconds", "deadline_seconds", "stall_seconds")
+        _require_positive(self, "logprob_gap_limit")
         _require(
             self.max_new_tokens < self.max_tokens,
             f"max_new_tokens {self.max_new_tokens} must leave room for a prompt within max_tokens "

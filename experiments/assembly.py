@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -402,7 +403,15 @@ def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | N
     if config.rollout.urls:
         return None
     if config.rollout.launch == "sglang":
-        return launch_sglang(config.rollout.sglang_python, folder, log_file=log_file)
+        return launch_sglang(
+            config.rollout.sglang_python,
+            folder,
+            log_file=log_file,
+            device=config.rollout.sglang_device,
+            slots=config.rollout.slots,
+            max_length=config.rollout.max_tokens,
+            arguments=shlex.split(config.rollout.sglang_args),
+        )
     return launch_embedded(
         folder,
         log_file=log_file,

@@ -37,7 +37,7 @@ from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import SamplingParams
+from copc_jax.rollout.client import RolloutError, SamplingParams
 from copc_jax.rollout.collector import Collector, CollectorError, decode_state, encode_state
 from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.launch import ServerProcess
@@ -50,7 +50,8 @@ RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not Val
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.sglang_python", "rollout.slots", "rollout.timeout_seconds"),
+    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
 
@@ -355,8 +356,9 @@ class Run:
         with self._interrupts.held():
             self.state, result, targets = step(self.state, device_batch)
             values = finish(result)
-            self.version += self.method.minibatches
+            trained_by, self.version = self.version, self.version + self.method.minibatches
             self.batches += 1
+        values |= self._logprob_gap(batch, targets, trained_by)
         clock.lap("learner/seconds")
         if self._first:
             self._first = False
@@ -418,6 +420,36 @@ class Run:
         ]
         batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
         return batch, [stats for _, stats in packed]
+
+    def _logprob_gap(self, batch: Batch, targets: Targets, version: int) -> dict[str, float]:
+        """Compare server and learner on tokens that the weights of this update's start sampled.
+
+        There the two compute the same number, and differ by their arithmetic only.
+
+        Raises:
+            RolloutError: they differ by more than the limit.
+        """
+        fresh = batch.is_action & (batch.weight_version == version)
+        if not fresh.any():
+            return {}
+        gap = np.abs(jax.device_get(targets.policy_logprob) - batch.behavior_logprob)[fresh]
+        limit = self.config.rollout.logprob_gap_limit
+        if gap.mean() > limit:
+            raise RolloutError(
+                f"server and learner disagree on {gap.size} tokens that version {version} sampled: "
+                f"mean |log-prob difference| {gap.mean():.3g} nats, largest {gap.max():.3g}, limit "
+                f"{limit:g} (rollout.logprob_gap_limit). Likely causes: the server keeps other "
+                "weights than it says, or stale keys and values; it computes in lower precision "
+                "(dtype, quantization); it changes logits (temperature, penalties, a logit "
+                "processor). This update has trained on them"
+            )
+        return {
+            "rollout/logprob_gap_mean": float(gap.mean()),
+            "rollout/logprob_gap_sd": float(gap.std()),
+            "rollout/logprob_gap_p95": float(np.quantile(gap, 0.95)),
+            "rollout/logprob_gap_max": float(gap.max()),
+            "rollout/logprob_gap_tokens": float(gap.size),
+        }
 
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,10 +19,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 # Between two looks at a server that is starting, in seconds.
 _POLL_S = 0.05
 _LOG_TAIL_BYTES = 3000
+# SGLang without a GPU: attention of plain torch, no CUDA graphs, and little memory for the cache.
+_SGLANG_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--mem-fraction-static", "0.1"),
+)
 
 
 class LaunchError(RuntimeError):
@@ -216,6 +224,9 @@ def launch_sglang(
     log_file: str | os.PathLike[str],
     host: str = "127.0.0.1",
     port: int = 0,
+    device: Literal["gpu", "cpu"] = "gpu",
+    slots: int | None = None,
+    max_length: int | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 900.0,
@@ -228,14 +239,32 @@ def launch_sglang(
         log_file: file to append its output to.
         host: address to listen on.
         port: 0 takes one that is free now.
-        arguments: further command line arguments of `sglang.launch_server`.
+        device: "gpu" is what SGLang finds, in bfloat16; "cpu" is plain torch in float32.
+        slots: sequences decoded together; None is the server's default.
+        max_length: tokens of a prompt and its response; None is the model's.
+        arguments: further command line arguments of `sglang.launch_server`; of those given twice
+            the last one counts.
         environment: variables to set for it.
         timeout_s: seconds that it may take to be ready.
 
     Raises:
-        LaunchError: with the end of the log, when it ends or is not ready in time.
+        LaunchError: when there is no such interpreter; with the end of the log, when it ends or is
+            not ready in time.
     """
+    if shutil.which(python) is None:
+        raise LaunchError(
+            f"{python} is no interpreter: name the Python of the environment that holds sglang"
+        )
     options = ["--model-path", str(model_path), "--host", host]
+    # Left alone, SGLang serves weights that are stored as float32 in float16.
+    options += ["--dtype", "float32", *_SGLANG_CPU] if device == "cpu" else ["--dtype", "bfloat16"]
+    if slots is not None:
+        options += ["--max-running-requests", str(slots)]
+    if max_length is not None:
+        options += ["--context-length", str(max_length)]
+        if device == "cpu" and slots is not None:
+            # A cache for what can run at once; by default it takes a share of the memory.
+            options += ["--max-total-tokens", str(slots * max_length)]
 
     def command(port: int) -> list[str]:
         server = [str(python), "-m", "sglang.launch_server"]
@@ -255,7 +284,12 @@ def launch_sglang(
         probe,
         log_file=Path(log_file),
         timeout_s=timeout_s,
-        environment=environment or {},
+        environment={
+            # A folder on disk needs nothing from the hub.
+            "HF_HUB_OFFLINE": "1",
+            **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}),
+            **(environment or {}),
+        },
     )
 
 

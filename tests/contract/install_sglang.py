@@ -1,0 +1,109 @@
+"""Install SGLang for a machine without GPU into an environment of its own, and print its Python.
+
+    python tests/contract/install_sglang.py [FOLDER]
+
+The server is the real one: no file of it is changed. Packages that only a GPU can run are replaced
+by stand-ins that can be imported (`sglang_stand_ins.py`). A folder that is complete is left as it
+is; one that is not is made anew. It takes about 1.6 GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REQUIREMENTS = HERE / "requirements.txt"
+STAND_INS = HERE / "sglang_stand_ins.py"
+DEFAULT = Path(".cache/copc_jax/sglang")
+# Of the interpreter that SGLang's wheels and the pinned ones were tried with.
+PYTHON = (3, 11)
+
+
+def install(folder: Path) -> Path:
+    """Make the environment if it is not there, and return its interpreter.
+
+    Raises:
+        SystemExit: with what failed and what would help.
+    """
+    python = folder / "bin" / "python"
+    stamp = folder / "complete"
+    contents = hashlib.sha256(REQUIREMENTS.read_bytes() + STAND_INS.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == contents:
+        return python
+    started = time.monotonic()
+    _say(f"making {folder}")
+    stamp.unlink(missing_ok=True)
+    _run([_interpreter(), "-m", "venv", "--clear", str(folder)])
+    count = len(REQUIREMENTS.read_text().splitlines()) - 1
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    command = [*pip, "--no-deps", "--progress-bar", "off", "-r", str(REQUIREMENTS)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        done = 0
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Collecting "):
+                done += 1
+                _say(f"[{done}/{count}] {line.split()[1]}")
+            elif line.startswith("Installing "):
+                _say("installing them")
+    if process.returncode:
+        raise SystemExit("".join(lines[-20:]) + "pip could not install SGLang's packages")
+    site = folder / f"lib/python{PYTHON[0]}.{PYTHON[1]}/site-packages"
+    shutil.copy(STAND_INS, site)
+    (site / "sglang_stand_ins.pth").write_text("import sglang_stand_ins\n")
+    cuda = _run([str(python), "-c", "import torch; print(torch.version.cuda)"])
+    if cuda.strip() != "None":
+        raise SystemExit(
+            f"pip took a torch for CUDA {cuda.strip()}; name an index with CPU builds, such as "
+            "PyTorch's own, in PIP_EXTRA_INDEX_URL"
+        )
+    _say("compiling to bytecode")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    # Some packages ship templates that are no Python; the rest counts.
+    subprocess.run(
+        [str(python), "-m", "compileall", "-q", str(site)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    stamp.write_text(contents)
+    _say(f"{time.monotonic() - started:.0f} s, {size / 1e6:.0f} MB")
+    return python
+
+
+def _interpreter() -> str:
+    if sys.version_info[:2] == PYTHON:
+        return sys.executable
+    name = f"python{PYTHON[0]}.{PYTHON[1]}"
+    found = shutil.which(name)
+    if found is None:
+        raise SystemExit(f"SGLang's environment needs {name}, which is not on PATH")
+    return found
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _say(text: str) -> None:
+    # Standard output is for the path alone.
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(install(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT))
