@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -44,7 +45,7 @@ COMMAND = [sys.executable, "-m", "copc_jax.tools.retriever"]
 
 
 class Corpus:
-    """Word numbers of all passages in one array, and where each passage starts."""
+    """Word numbers of all passages in one array, and which passage each belongs to."""
 
     def __init__(self, passages: int, seed: int = 0):
         rng = np.random.default_rng(seed)
@@ -53,6 +54,7 @@ class Corpus:
         weights = np.cumsum(1 / np.arange(1, VOCABULARY + 1) ** EXPONENT)
         draws = rng.random(self.starts[-1], dtype=np.float32) * weights[-1]
         self.words = np.searchsorted(weights, draws).clip(max=VOCABULARY - 1).astype(np.int32)
+        self.rows = np.repeat(np.arange(passages, dtype=np.int32), self.lengths)
         self._rng = rng
 
     def passage(self, row: int) -> Passage:
@@ -76,11 +78,10 @@ class Corpus:
 
     def exact_bm25(self, query: Sequence[int], k1: float = 1.2, b: float = 0.75) -> np.ndarray:
         """Score every passage by the formula: f64[passages]."""
-        rows = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
         norm = k1 * (1 - b + b * self.lengths / self.lengths.mean())
         scores = np.zeros(len(self.lengths))
         for word in query:
-            frequency = np.bincount(rows[self.words == word], minlength=len(scores))
+            frequency = np.bincount(self.rows[self.words == word], minlength=len(scores))
             df = np.count_nonzero(frequency)
             idf = np.log(1 + (len(scores) - df + 0.5) / (df + 0.5))
             scores += idf * frequency * (k1 + 1) / (frequency + norm)
@@ -100,12 +101,24 @@ def exact_dense(folder: pathlib.Path, settings: dict[str, Any], query: str) -> n
     return vectors @ model.embed([query])[0].astype(np.float64)
 
 
+def usage(process: psutil.Process) -> tuple[int, float]:
+    """Resident bytes and CPU seconds of a process and its children, shared pages in each."""
+    family = [process, *process.children(recursive=True)]
+    times = [member.cpu_times() for member in family]
+    seconds = sum(t.user + t.system for t in times)
+    return sum(member.memory_info().rss for member in family), seconds
+
+
 def build(corpus: pathlib.Path, folder: pathlib.Path, engine: str, threads: int) -> dict[str, Any]:
     command = [*COMMAND, "build", "--corpus", str(corpus), "--index", str(folder)]
     begun = time.perf_counter()
-    process = subprocess.Popen([*command, "--engine", engine, "--threads", str(threads)])
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    process = psutil.Popen([*command, "--engine", engine, "--threads", str(threads)])
+    peak, cpu = 0, 0.0
+    while process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            rss, seconds = usage(process)
+            peak, cpu = max(peak, rss), max(cpu, seconds)
+        time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"building {engine} failed")
     seconds = time.perf_counter() - begun
@@ -113,9 +126,8 @@ def build(corpus: pathlib.Path, folder: pathlib.Path, engine: str, threads: int)
     store = sum((folder / name).stat().st_size for name in ("passages.jsonl", "offsets.u64"))
     return {
         "build_s": seconds,
-        "build_cpu_s": usage.ru_utime + usage.ru_stime,
-        # Of the largest process; Linux counts in KiB.
-        "build_peak_rss_mb": usage.ru_maxrss / 1024,
+        "build_cpu_s": cpu,
+        "build_peak_rss_mb": peak / 2**20,
         "passages_mb": store / 2**20,
         "index_mb": (own - store) / 2**20,
     }
@@ -192,9 +204,7 @@ def serve(folder: pathlib.Path, queries: Sequence[str], threads: int) -> dict[st
         assert process.stdout is not None
         url = process.stdout.readline().split()[1]
         figures = asyncio.run(over_http(url, queries))
-        server = psutil.Process(process.pid)
-        family = [server, *server.children(recursive=True)]
-        figures["serve_rss_mb"] = sum(member.memory_info().rss for member in family) / 2**20
+        figures["serve_rss_mb"] = usage(psutil.Process(process.pid))[0] / 2**20
         process.terminate()
     return figures
 
