@@ -4,10 +4,12 @@ import csv
 import io
 import json
 
+import assembly
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from copc_jax.config import parse
 from copc_jax.datasets import DataError, mix, read_questions
 from copc_jax.types import Prompt
 
@@ -428,3 +430,51 @@ def test_a_mixture_has_its_shares_and_leaves_nothing_out():
 def test_weights_that_do_not_fit_are_refused(weights, message):
     with pytest.raises(ValueError, match=message):
         mix(prompts_of(a=2, b=2), weights)
+
+
+# In a run.
+
+
+def files_of_a_run(tmp_path):
+    first = write(
+        tmp_path, "a.jsonl", lines(*[{"question": f"a{i}?", "answer": "x"} for i in "12"])
+    )
+    second = write(tmp_path, "b.parquet", [{"question": f"b{i}?", "answer": "y"} for i in range(6)])
+    held = write(tmp_path, "c.csv", b"question,answer\na1?,x\nc?,z\n")
+    return ["--data.train", str(first), f"bee={second}", "--data.held-out", str(held)]
+
+
+def test_a_run_trains_and_evaluates_on_files(tmp_path, capsys):
+    flags = files_of_a_run(tmp_path)
+    environment = assembly.build(parse(flags)).environment
+    assert [p.source for p in environment.train] == ["a"] * 2 + ["bee"] * 6
+    assert {p.prompt_id for p in environment.held_out} == {"c/2", "c/3"}
+    printed = capsys.readouterr().out
+    assert "--search.retriever-url" in printed
+    assert "1 questions are both in data.train and in data.held_out" in printed
+    weights = ["--data.weights", "a=1", "bee=1", "--search.retriever-url=http://127.0.0.1:1/r"]
+    environment = assembly.build(parse([*flags, *weights])).environment
+    assert [p.source for p in environment.train] == ["a"] * 6 + ["bee"] * 6
+    assert "--search.retriever-url" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda flags: flags[:3], "data.train and data.held_out must name files together"),
+        (lambda flags: [*flags, "--data.weights", "a=x"], "source=2.5"),
+        (lambda flags: ["--data.weights", "a=1"], "needs files"),
+    ],
+)
+def test_half_a_data_set_is_refused(change, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(change(files_of_a_run(tmp_path)))
+    assert stop.value.code == 2
+    # The message is set in a box, which may break a line anywhere between words.
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_weights_must_fit_the_files_of_a_run(tmp_path):
+    config = parse([*files_of_a_run(tmp_path), "--data.weights", "a=1"])
+    with pytest.raises(ValueError, match="a, bee; got a"):
+        assembly.build(config)

@@ -347,11 +347,11 @@ def test_the_math_table_averages_samples_and_counts_calls(cache, tmp_path, capsy
         }
         for question, gold in [("What is 6 * 7?", "042"), ("What is 1 + 1?", "2")]
     ]
-    parquet.write_table(pa.Table.from_pylist(verl), tmp_path / "test.parquet")
+    parquet.write_table(pa.Table.from_pylist(verl), tmp_path / "aime.parquet")
     wrong = write(tmp_path / "BeyondAIME.jsonl", [{"problem": "What is 1 + 1?", "answer": 3}])
     run = [
         *("--task=math", f"--model={model}", f"--cache-dir={cache}", "--samples=2"),
-        *("--data", str(wrong), str(tmp_path / "test.parquet"), f"--out={tmp_path / 'out'}"),
+        *("--data", str(wrong), str(tmp_path / "aime.parquet"), f"--out={tmp_path / 'out'}"),
         *("--temperature=0.05", "--rollout.slots=4"),
     ]
     results = evaluate.main(run)
@@ -360,7 +360,7 @@ def test_the_math_table_averages_samples_and_counts_calls(cache, tmp_path, capsy
     table = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert table[0].split("|")[2:-1] == [" AIME24 ", " BeyondAIME ", " average "]
     assert table[2].startswith("| avg@2 | 100.00 | 0.00 | 50.00")
-    product = [row for row in samples(tmp_path / "out") if row["prompt_id"] == "test/1"]
+    product = [row for row in samples(tmp_path / "out") if row["prompt_id"] == "aime/1"]
     assert [row["sample"] for row in product] == [0, 1]
     for row in product:
         assert row["answer"] == "42" and row["calls"] == 1 and row["turns"] == 2

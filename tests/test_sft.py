@@ -237,9 +237,8 @@ def test_a_corpus_without_a_usable_chat_is_refused(tmp_path, capsys):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_broken_corpus_is_refused_with_its_place(tmp_path, capsys):
+def test_a_broken_corpus_is_refused_with_its_place(parts, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(ROLES) + "\n{broken\n")
-    with pytest.raises(SystemExit) as error:
-        sft.main(flags(tmp_path / "cache", "--data", str(path)))
-    assert error.value.code == 2 and f"{path}:2" in capsys.readouterr().err
+    path.write_text(json.dumps(SHAREGPT) + "\n{broken\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2"):
+        sft.read_corpus([str(path)], parse(flags(tmp_path)), parts)
