@@ -288,7 +288,13 @@ def test_what_goes_wrong_in_code_is_text_and_counted(
     tokenizer, verifier, code, shown, errors, limits
 ):
     turns = [f"<code>{code}</code>", CODE]
-    actions, _, figures = play(tokenizer, verifier, turns, time_limit_s=0.5, output_limit_chars=100)
+    actions, _, figures = play(
+        tokenizer,
+        verifier,
+        turns,
+        time_limit_s=2.0 if code.startswith("while") else 60.0,
+        output_limit_chars=100,
+    )
     assert shown in actions[0].observation and len(actions[0].observation) < 200
     assert actions[0].info["valid_actions"] == 1.0
     assert (figures["code_errors"], figures["limits"]) == (errors, limits)
