@@ -904,7 +904,9 @@ def _findings(run: _Run) -> list[str]:
         ("Mean reward of the training batch", "reward/mean", ".2f"),
         (f"{run.score_label.capitalize()} of the training batch", f"reward/{run.score}", ".1%"),
         ("Searches an episode", "task/searches", ".2f"),
+        ("Episodes with a search", "task/searched", ".0%"),
         ("Tool calls an episode", "task/calls", ".2f"),
+        ("Valid actions of all actions", "task/valid_action_rate", ".0%"),
     ):
         values = run.series(key)[1]
         if values.size > 1:
