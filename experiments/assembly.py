@@ -268,7 +268,7 @@ def questions(
     train, held_out = sets
     if config.data.weights:
         train = datasets.mix(train, config.data.source_weights)
-    # Evaluations during training take the first ones: every source should be among them.
+    # Evaluations during training take the first ones, which would all be of the first file.
     return train, random.Random(0).sample(held_out, len(held_out))
 
 
