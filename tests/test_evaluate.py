@@ -25,7 +25,7 @@ from copc_jax.rollout.launch import launch_embedded
 KNOWN = {"What is red?": "apple", "What is green?": "pear", "What is blue?": "plum"}
 SEARCHED = {"Where is gold?": "river"}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def write(path, rows):
@@ -370,7 +370,7 @@ def test_the_math_table_averages_samples_and_counts_calls(cache, tmp_path, capsy
     short = evaluate.main([*run, f"--out={tmp_path / 'cut'}", f"--rollout.max-tokens={cut}"])
     assert short["sets"]["aime24"]["score"] == 0.5 == short["sets"]["aime24"]["truncated"]
     # Gold answers that nothing could equal are refused before anything starts.
-    write(tmp_path / "bad.jsonl", [{"problem": "Why?", "answer": "because of all of that"}])
+    write(tmp_path / "bad.jsonl", [{"problem": "Why?", "answer": "\\frac{1}{2"}])
     with pytest.raises(SystemExit):
         evaluate.main([*run, "--data", str(tmp_path / "bad.jsonl"), f"--out={tmp_path / 'bad'}"])
     assert f"{tmp_path / 'bad.jsonl'}:1" in capsys.readouterr().err
