@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders in and out: configuration, weights and tokenizer, no torch.
+"""Hugging Face checkpoint folders in and out: configuration, weights and chat template, no torch.
 
 Both ways are strict: a tensor that is missing, unknown, given twice or of another shape raises a
 `ValueError` that names it, and nothing is guessed.
@@ -6,19 +6,26 @@ Both ways are strict: a tensor that is missing, unknown, given twice or of anoth
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from copc_jax import model
 
@@ -27,6 +34,13 @@ _SINGLE = "model.safetensors"
 
 # transformers refuses a file that does not say which framework's layout it has.
 _METADATA = {"format": "pt"}
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
+
+ChatTemplate = Callable[[Sequence[Mapping[str, str]]], str]
+"""Turns messages, each with "role" and "content", into the text that the assistant goes on from."""
 
 # Old exports hold this constant of the rotary embedding in every layer.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -70,8 +84,10 @@ def save_hf(
         for name, text in files.items():
             (staging / name).write_text(text, encoding="utf-8")
         _save_shards(staging, _hf_tensors(params, config, jnp.dtype(dtype)), max_shard_bytes)
-        # mkdtemp makes a private folder; a server may run as somebody else.
+        # Folder and weights are made private; a server may run as somebody else.
         staging.chmod(0o755)
+        for file in staging.iterdir():
+            file.chmod(0o644)
         if directory.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
             os.replace(directory, old)
@@ -181,6 +197,124 @@ def load_weights(
 
     places = {} if shardings is None else model.flatten(shardings)
     return model.unflatten({path: leaf(spec, places.get(path)) for path, spec in table.items()})
+
+
+def side_files(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """Read what a folder says beside weights and tokenizer, for `save_hf` to pass on.
+
+    These are special tokens, stops and chat template, in the files of tokenizer and generation.
+    """
+    names = (_TOKENIZER_CONFIG, "special_tokens_map.json", _GENERATION_CONFIG, _CHAT_TEMPLATE)
+    files = (Path(directory) / name for name in names)
+    return {file.name: file.read_text(encoding="utf-8") for file in files if file.exists()}
+
+
+def eos_token_ids(
+    directory: str | os.PathLike[str], config: model.ModelConfig, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Collect the tokens that end a response from the places where models name them.
+
+    Chat models often name one in config.json and the others in generation_config.json, or the end
+    of a turn in tokenizer_config.json alone.
+    """
+    ids = list(config.eos_token_ids)
+    named = _read_json(directory, _GENERATION_CONFIG).get("eos_token_id")
+    ids += [named] if isinstance(named, int) else named or []
+    token = _special_tokens(directory).get("eos_token")
+    if token is not None and tokenizer.token_to_id(token) is not None:
+        ids.append(tokenizer.token_to_id(token))
+    return tuple(dict.fromkeys(ids))
+
+
+def chat_template(directory: str | os.PathLike[str]) -> ChatTemplate | None:
+    """Read a folder's own chat template, or None where it has none.
+
+    What it renders ends where the assistant's message begins. Special tokens in it are text: encode
+    it without adding any, and take those of users and tools out of their messages before.
+
+    Raises:
+        ValueError: the template is no valid Jinja, here, or refuses the messages, when called.
+    """
+    file = Path(directory) / _CHAT_TEMPLATE
+    if file.exists():
+        source = file.read_text(encoding="utf-8")
+    else:
+        file = Path(directory) / _TOKENIZER_CONFIG
+        source = _read_json(directory, _TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is None:
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    special = _special_tokens(directory)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{file}: chat template: {error}") from error
+
+    def render(messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{file}: chat template: {error}") from error
+
+    return render
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accept the block that marks what the assistant wrote; it changes nothing in the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the block's content."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _read_json(directory: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """Read a file that may not be there."""
+    file = Path(directory) / name
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _special_tokens(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """Texts of special tokens by role, such as "eos_token"."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", _TOKENIZER_CONFIG):
+        for role, token in _read_json(directory, name).items():
+            token = token.get("content") if isinstance(token, dict) else token
+            if role.endswith("_token") and isinstance(token, str):
+                found[role] = token
+    return found
 
 
 def _hf_names(spec: model.Parameter) -> list[str]:

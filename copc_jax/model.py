@@ -101,6 +101,9 @@ class ModelConfig:
         for name, wanted in _FIXED_HF_FIELDS.items():
             if values.get(name, wanted) != wanted:
                 raise ValueError(f"{name}: only {wanted!r} is supported, not {values[name]!r}")
+        kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+        if kinds:
+            raise ValueError(f"layer_types: only 'full_attention' is supported, not {min(kinds)!r}")
         attention_bias, qk_norm = _ARCHITECTURES[architecture]
         # Qwen2 has its biases whatever the field says; elsewhere it would add one to the output
         # projection too.
@@ -193,6 +196,8 @@ _FIXED_HF_FIELDS = {
 def _rope_scaling_from_hf(rope: Mapping[str, Any] | None) -> RopeScaling | None:
     if not rope:
         return None
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor: only 1.0 is supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
