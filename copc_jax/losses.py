@@ -873,7 +873,6 @@ def m2po_actor_loss(
         )
     (advantage,) = _fixed(is_action, advantage=advantage)
     log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
-    frozen = jax.lax.stop_gradient(log_ratio)
     return _finish_actor(
         jnp.where(kept, jnp.exp(log_ratio), 0.0) * advantage,
         policy_logprob,
@@ -881,8 +880,8 @@ def m2po_actor_loss(
         is_action,
         reduce=reduce,
         segment_ids=segment_ids,
-        clip_low=~kept & (frozen < 0),
-        clip_high=~kept & (frozen > 0),
+        clip_low=~kept & (log_ratio < 0),
+        clip_high=~kept & (log_ratio > 0),
         kept=kept,
     )
 

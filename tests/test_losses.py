@@ -262,6 +262,7 @@ def test_metrics_tell_the_two_sides_apart():
         (losses.vcpo_actor_loss, {"weight_max": 0.3}, [0, 0, 4]),
         (losses.reinforce_actor_loss, {}, [0, 0, 4]),
         (losses.vtrace_actor_loss, {}, [0, 0, 4]),
+        (losses.m2po_actor_loss, {"threshold": 9.0}, [0, 0, 4]),
         (losses.m2po_actor_loss, {"threshold": 0.2}, [1, 0, 3]),
         (losses.m2po_actor_loss, {"threshold": 0.05}, [1, 2, 1]),
         (losses.gspo_actor_loss, {}, [1, 0, 3]),
@@ -469,6 +470,9 @@ def test_second_moment_mask_drops_the_largest_first():
     # 0.50390625**2 = 0.253922, which bfloat16 rounds to 0.253906.
     coarse = jnp.full((2, 3), 0.50390625, jnp.bfloat16)
     same(losses.second_moment_mask(coarse, every, threshold=0.25391), ~every)
+    # No mean is below 0, and still only candidates go.
+    got = losses.second_moment_mask(ties, every.at[1].set(False), threshold=-1.0)
+    same(got, [[False] * 3, [True] * 3])
     # Squares 0, .49, .49: two would fit, and which of equals goes must not depend on the order.
     ties = jnp.array([[0.0, 0.7, -0.7], [0.0, 0.0, 0.0]])
     same(mask(ties, every.at[1].set(False))[0], [True, False, False])
@@ -480,7 +484,7 @@ def test_harmful_tokens_alone_are_ranked():
     policy = jnp.array([[1.0, 0.1, 0.0, 0.1, 0.1]])
     advantage = jnp.array([[1.0, 0.0, 1.0, -1.0, jnp.nan]])
     action = jnp.array([[True, True, True, True, False]])
-    mask = partial(losses.m2po_mask, policy, 0 * policy, advantage, action, threshold=0.3)
+    mask = partial(losses.m2po_mask, policy, 0 * policy, advantage, action, threshold=0.6)
     same(mask(harmful_only=True), [[False, True, True, True, True]])
     same(mask(), np.ones((1, 5), bool))
 
