@@ -65,7 +65,8 @@ def save_hf(
         directory: the folder to make.
         params: an actor's parameters ("lm" head).
         config: their model.
-        tokenizer_json: content of tokenizer.json.
+        tokenizer_json: content of tokenizer.json; a tokenizer_config.json that has it read as it is
+            comes with it, unless `extra_files` holds another.
         dtype: of the tensors on disk: "float32", "bfloat16" or "float16".
         extra_files: further text files, content by name, such as tokenizer_config.json.
         max_shard_bytes: size from which on the weights are split over several files.
@@ -78,6 +79,8 @@ def save_hf(
     files = {"config.json": json.dumps({**config.to_hf(), "torch_dtype": dtype}, indent=2) + "\n"}
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json
+        # transformers and SGLang would otherwise guess a class that cuts text in its own way.
+        files["tokenizer_config.json"] = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
     files.update(extra_files or {})
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
