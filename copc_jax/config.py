@@ -25,6 +25,9 @@ from copc_jax.tasks.search import read_tags
 # Where a run keeps its resolved configuration, inside its folder.
 CONFIG_FILE = "config.json"
 
+# What a model was trained on, beside its weights: the task and the form of its text.
+TASK_FILE = "task.json"
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
@@ -265,7 +268,7 @@ class SFTConfig:
     """Supervised warm start on demonstrations, made once and cached."""
 
     updates: int = 1600
-    """Optimizer updates of the warm start."""
+    """Optimizer updates of the warm start; 0 takes the model as it is."""
     rows: int = 3
     """Packed rows an update."""
     demonstrations: int = 20000
@@ -282,8 +285,8 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
-        _require_least(self, 1, "updates", "rows", "demonstrations")
-        _require_least(self, 0, "context_weight")
+        _require_least(self, 1, "rows", "demonstrations")
+        _require_least(self, 0, "updates", "context_weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,7 +449,9 @@ class RunConfig:
     logprob_chunk: int | None = None
     """Positions whose logits exist at one time; none keeps all. For large vocabularies."""
     model: str = "tiny"
-    """"tiny" trains a small Llama from nothing; otherwise a folder with an HF checkpoint."""
+    """"tiny" trains a small Llama from nothing, "smollm2-135m" is a real chat model (extra
+    smollm2); otherwise a folder with an HF checkpoint. A pretrained model gets the long format, its
+    own chat template, larger token budgets, smaller learning rates and no warm start."""
     run_dir: Path | None = None
     """Folder of this run; by default runs/<task>-<method>-s<staleness>-seed<seed>-<time>."""
     resume: Path | None = None
@@ -651,7 +656,47 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     default = next(presets[name] for name in names if name in presets)
     if folder is not None:
         return _saved(Path(folder))
+    model = _flag(arguments, "--model")
+    if model not in (None, "tiny") and not _is_small(Path(model), default.task):
+        default = for_pretrained(default)
     return for_method(default, _flag(arguments, "--method"))
+
+
+def _is_small(folder: Path, task: str) -> bool:
+    """Whether a model was trained here on the short format of the task."""
+    try:
+        saved = json.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return saved.get(f"{task}.format") == "short"
+
+
+def for_pretrained(config: RunConfig) -> RunConfig:
+    """Put what a model that others trained needs in the place of the small model's defaults.
+
+    Learning rates are the usual ones of RL on such models; flags go over all of it.
+    """
+    return dataclasses.replace(
+        config,
+        logprob_chunk=1024,
+        actor=dataclasses.replace(config.actor, learning_rate=1e-6),
+        critic=dataclasses.replace(config.critic, learning_rate=1e-5),
+        rollout=dataclasses.replace(
+            config.rollout,
+            max_tokens=1024,
+            max_new_tokens=192,
+            max_observation_tokens=320,
+            slots=16,
+        ),
+        search=dataclasses.replace(config.search, format="long", topk=3),
+        math=dataclasses.replace(config.math, format="retool"),
+        sft=dataclasses.replace(
+            config.sft,
+            updates=0,
+            context_weight=0.0,
+            optimizer=OptimizerConfig(learning_rate=1e-5, warmup_updates=10, schedule="cosine"),
+        ),
+    )
 
 
 def for_method(config: RunConfig, method: str | None) -> RunConfig:

@@ -224,8 +224,9 @@ def eos_token_ids(
     named = _read_json(directory, _GENERATION_CONFIG).get("eos_token_id")
     ids += [named] if isinstance(named, int) else named or []
     token = _special_tokens(directory).get("eos_token")
-    if token is not None and tokenizer.token_to_id(token) is not None:
-        ids.append(tokenizer.token_to_id(token))
+    number = None if token is None else tokenizer.token_to_id(token)
+    if number is not None:
+        ids.append(number)
     return tuple(dict.fromkeys(ids))
 
 

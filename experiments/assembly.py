@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.progress import BarColumn, Progress, TextColumn
 from tokenizers import Tokenizer
 
-from copc_jax import data, datasets, factbook, hf, phantom, problems, wikipedia
+from copc_jax import data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
-from copc_jax.config import RunConfig
+from copc_jax.config import TASK_FILE, RunConfig
 from copc_jax.model import ModelConfig
 from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
@@ -54,16 +55,13 @@ NO_CORPUS = (
 )
 
 
-# What a model was trained on, beside its weights: the task and the form of its text.
-TASK_FILE = "task.json"
-
-
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """A task with everything it is made of.
 
     Attributes:
-        make_task: prompt format, tools and reward, as episodes play it, for a tokenizer.
+        make_task: prompt format, tools and reward, as episodes play it, for a tokenizer and the
+            chat template of its model, if the format takes one.
         train: prompts to train on.
         held_out: prompts to evaluate on.
         texts: what a tokenizer for the task is trained on.
@@ -77,7 +75,7 @@ class Environment:
         pattern: what a token may span, as `data.train_tokenizer` takes it.
     """
 
-    make_task: Callable[[Tokenizer], Task]
+    make_task: Callable[..., Task]
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     texts: Callable[[], Iterator[str]]
@@ -93,12 +91,21 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a run is made of before anything is trained."""
+    """What a run is made of before anything is trained.
+
+    Attributes:
+        tokenizer: of the model.
+        model: its configuration, with every token that ends its turns.
+        task: as episodes play it.
+        environment: what the task is made of.
+        folder: HF folder of a pretrained model; None for the small one.
+    """
 
     tokenizer: Tokenizer
     model: ModelConfig
     task: Task
     environment: Environment
+    folder: Path | None = None
 
 
 def prepare_process(config: RunConfig, core: int | None = None) -> None:
@@ -127,8 +134,10 @@ def build(config: RunConfig) -> Parts:
     Raises:
         ValueError: an HF folder that does not hold a model and a tokenizer.
     """
+    folder = model_folder(config)
     environment = ENVIRONMENTS[config.task](config)
-    if config.model == "tiny":
+    chat = None
+    if folder is None:
         tokenizer = data.train_tokenizer(
             environment.texts(),
             config.tiny.vocab_size,
@@ -137,21 +146,66 @@ def build(config: RunConfig) -> Parts:
         )
         model = config.tiny.model(config.rollout.max_tokens)
     else:
-        folder = Path(config.model)
-        file = folder / "tokenizer.json"
-        if not file.exists():
-            raise ValueError(
-                f'model {config.model!r} is neither "tiny" nor a folder with tokenizer.json'
-            )
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         model = hf.load_config(folder)
+        stops = hf.eos_token_ids(folder, model, tokenizer)
+        model = dataclasses.replace(model, eos_token_ids=stops)
         check_form(folder, environment)
+        # The short formats are the small model's own, and "qwen" writes its chat itself.
+        if getattr(config, config.task).format in ("long", "retool"):
+            chat = hf.chat_template(folder)
+    if chat is not None:
+        environment = dataclasses.replace(
+            environment, demonstrations=functools.partial(_chats, environment, chat)
+        )
     return Parts(
         tokenizer=tokenizer,
         model=model,
-        task=environment.make_task(tokenizer),
+        task=environment.make_task(tokenizer, chat),
         environment=environment,
+        folder=folder,
     )
+
+
+def model_folder(config: RunConfig) -> Path | None:
+    """Return the HF folder of a pretrained model, or None for the small one.
+
+    The model that comes as a package is converted on first use, into the cache.
+
+    Raises:
+        ImportError: its packages are not installed.
+        ValueError: there is no such folder.
+    """
+    if config.model == "tiny":
+        return None
+    if config.model != gguf.SMOLLM2:
+        folder = Path(config.model)
+        if not (folder / "tokenizer.json").exists():
+            raise ValueError(
+                f'model {config.model!r} is neither "tiny", "{gguf.SMOLLM2}" nor a folder with '
+                "tokenizer.json"
+            )
+        return folder
+    folder = config.cache_dir / gguf.SMOLLM2
+    if not (folder / "config.json").exists():
+        columns = (TextColumn(f"converting {gguf.SMOLLM2}, once"), BarColumn())
+        with Progress(*columns, TextColumn("{task.completed}/{task.total} tensors")) as progress:
+            bar = progress.add_task("", total=None)
+            gguf.convert(
+                gguf.smollm2_file(),
+                folder,
+                progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+    print(f"model {gguf.SMOLLM2}: {folder}")
+    return folder
+
+
+def _chats(
+    environment: Environment, chat: hf.ChatTemplate, count: int
+) -> Iterator[list[data.Segment]]:
+    """Yield demonstrations whose prompts are written as the model's chat, as in episodes."""
+    for (prompt, _), *turns in environment.demonstrations(count):
+        yield [(chat([{"role": "user", "content": prompt}]), False), *turns]
 
 
 def check_form(folder: Path, environment: Environment) -> None:
@@ -225,7 +279,9 @@ def _search(config: RunConfig) -> Environment:
         )
 
     return Environment(
-        make_task=lambda tokenizer: SearchTask(tokenizer, retriever, search),
+        make_task=lambda tokenizer, chat=None: SearchTask(
+            tokenizer, retriever, search, apply_chat_template=chat
+        ),
         train=asked,
         held_out=held_out_asked,
         texts=lambda: factbook.tokenizer_texts(passages, train, search),
@@ -335,7 +391,9 @@ def _math(config: RunConfig) -> Environment:
             raise SandboxError(f"{settings.sandbox}: print(6 * 7) gave {execution.text!r}, not 42")
 
     return Environment(
-        make_task=lambda tokenizer: math.MathTask(tokenizer, sandbox, verifier, form),
+        make_task=lambda tokenizer, chat=None: math.MathTask(
+            tokenizer, sandbox, verifier, form, apply_chat_template=chat
+        ),
         train=asked,
         held_out=held_out_asked,
         texts=lambda: problems.tokenizer_texts(train[:2000], **texts),

@@ -233,7 +233,9 @@ class Evaluation:
             ValueError: unusable files or model, or a folder that holds another evaluation.
         """
         self.how = how
-        folder = Path(config.model)
+        folder = assembly.model_folder(config)
+        assert folder is not None
+        config = dataclasses.replace(config, model=str(folder))
         self.config = _fit(config, hf.load_config(folder).max_position_embeddings)
         # Files are read before anything expensive is built.
         self.prompts = assembly.read_files(config, how.data) if how.data else []

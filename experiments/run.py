@@ -242,7 +242,10 @@ class Run:
         config = self.config
         self.client = assembly.client(config, self.urls, on_event=self._server_event)
         budget = assembly.budget(config)
-        sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens).for_training()
+        sampling = SamplingParams(
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop_token_ids=self.parts.model.eos_token_ids,
+        ).for_training()
 
         async def episode(prompt: Prompt, sample: int, seed: int) -> Trajectory:
             return await run_episode(
@@ -338,7 +341,7 @@ class Run:
             self.state.actor,
             self.parts.model,
             tokenizer_json=self.parts.tokenizer.to_str(),
-            extra_files={assembly.TASK_FILE: json.dumps(self.parts.environment.form, indent=2)},
+            extra_files=sft.side_files(self.parts),
         )
 
     def _update(self) -> None:

@@ -42,6 +42,9 @@ from copc_jax.types import Batch, Trajectory
 
 def warm_start(config: RunConfig, parts: assembly.Parts) -> Path:
     """Return the HF folder of the warm start, training it when the cache does not hold it."""
+    if parts.folder is not None and not config.sft.updates:
+        print(f"no warm start: {parts.folder} as it is")
+        return parts.folder
     folder = config.cache_dir / f"sft-{_key(config, parts)}"
     if (folder / "config.json").exists():
         print(f"warm start: {folder} (cached)")
@@ -53,8 +56,8 @@ def warm_start(config: RunConfig, parts: assembly.Parts) -> Path:
         parts.model,
         tokenizer_json=parts.tokenizer.to_str(),
         extra_files={
+            **side_files(parts),
             "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
-            assembly.TASK_FILE: json.dumps(parts.environment.form, indent=2),
         },
     )
     print(f"warm start: {folder}")
@@ -71,13 +74,13 @@ def train(config: RunConfig, parts: assembly.Parts) -> model.Params:
         mesh,
         context_weight=config.sft.context_weight,
     )
-    if config.model == "tiny":
+    if parts.folder is None:
         params = jax.jit(
             lambda key: model.mimetic_init(key, parts.model),
             out_shardings=sharding.parameter_shardings(mesh, parts.model),
         )(jax.random.key(config.seed))
     else:
-        params, _ = hf.load_hf(config.model)
+        params, _ = hf.load_hf(parts.folder)
     optimizer_state = init_optimizer(params)
     batches = demonstration_batches(config, parts)
     columns = (
@@ -294,19 +297,17 @@ def train_on_corpus(folder: Path, config: RunConfig, parts: assembly.Parts) -> N
         parts.model,
         tokenizer_json=parts.tokenizer.to_str(),
         extra_files={
-            **_side_files(config.model),
+            **side_files(parts),
             "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
-            assembly.TASK_FILE: json.dumps(dict(parts.environment.form), indent=2),
         },
     )
     print(f"trained model: {folder}")
 
 
-def _side_files(model_folder: str) -> dict[str, str]:
-    """What servers read beside weights and tokenizer, as it came with a pretrained model."""
-    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-    files = (Path(model_folder) / name for name in (*names, "chat_template.jinja"))
-    return {file.name: file.read_text(encoding="utf-8") for file in files if file.exists()}
+def side_files(parts: assembly.Parts) -> dict[str, str]:
+    """What lies beside weights and tokenizer of a model that was trained on the task."""
+    files = {} if parts.folder is None else hf.side_files(parts.folder)
+    return {**files, assembly.TASK_FILE: json.dumps(dict(parts.environment.form), indent=2)}
 
 
 def _defaults(

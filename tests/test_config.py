@@ -98,7 +98,7 @@ def test_flags_reach_their_fields(spelling):
         (["--loss.eta-policy=-0.1"], "eta_policy"),
         (["--actor.learning-rate=0"], "learning_rate"),
         (["--search.one-hop-share=2"], "one_hop_share"),
-        (["--sft.updates=0"], "updates"),
+        (["--sft.updates=-1"], "updates"),
         (["--eval.every=-1"], "every"),
         (["--viewer.every=-1"], "every"),
         (["--viewer.episodes=0"], "episodes"),

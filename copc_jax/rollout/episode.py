@@ -279,6 +279,22 @@ def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]
     return head[: room - kept_tail] + marker + tail[len(tail) - kept_tail :]
 
 
+def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """List the tokens that structure a chat, which no text of users and tools may turn into."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return tuple(token.content for token in added if token.special and " " not in token.content)
+
+
+def disarm(text: str, marks: Sequence[str]) -> str:
+    """Return the text with a space after the first character of every mark in it.
+
+    Marks hold no spaces, so that this never makes a new one, as taking one out might.
+    """
+    for mark in marks:
+        text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+    return text
+
+
 async def gather_calls(calls: Sequence[Awaitable[str]], timeout_s: float) -> list[str]:
     """Run the tool calls of one turn at once and return their texts in call order.
 

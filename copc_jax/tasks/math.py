@@ -23,7 +23,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from copc_jax.rollout.episode import Action, EpisodeFailed, Score
+from copc_jax.rollout.episode import Action, EpisodeFailed, Score, disarm, special_tokens
 from copc_jax.tasks.verify import Verifier, extract_boxed, math_reward
 from copc_jax.tools.python import Sandbox, SandboxError
 from copc_jax.types import Prompt
@@ -182,16 +182,6 @@ def render_results(config: MathConfig, outputs: Sequence[str]) -> str:
     return f"\n{_MESSAGE_START}user\n{results}{_MESSAGE_END}\n{_MESSAGE_START}assistant\n"
 
 
-def disarm(text: str, marks: Sequence[str]) -> str:
-    """Return the text with a space after the first character of every mark in it.
-
-    Marks hold no spaces, so that this never makes a new one.
-    """
-    for mark in marks:
-        text = text.replace(mark, f"{mark[0]} {mark[1:]}")
-    return text
-
-
 # --------------------------------------------------------------------------------------------------
 # What a turn does
 
@@ -313,12 +303,8 @@ class MathTask:
         self._sandbox = sandbox
         self._verifier = verifier
         self._apply_chat_template = apply_chat_template
-        # Printed text must not turn into tokens that structure a chat.
-        self._special = tuple(
-            token.content
-            for token in tokenizer.get_added_tokens_decoder().values()
-            if token.special and " " not in token.content
-        )
+        # Neither questions nor printed text may turn into tokens that structure a chat.
+        self._special = special_tokens(tokenizer)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; without any, its last message is the question."""
@@ -326,7 +312,10 @@ class MathTask:
             return list(prompt.token_ids)
         if not prompt.messages:
             raise ValueError(f"prompt {prompt.prompt_id!r} has neither messages nor token_ids")
-        *before, last = prompt.messages
+        *before, last = (
+            {**message, "content": disarm(message["content"], self._special)}
+            for message in prompt.messages
+        )
         text = render_prompt(self.config, last["content"])
         if self._apply_chat_template is not None:
             text = self._apply_chat_template([*before, {**last, "content": text}])

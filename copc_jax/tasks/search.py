@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from copc_jax.rollout.episode import Action
+from copc_jax.rollout.episode import Action, disarm, special_tokens
 from copc_jax.tools.retriever import Passage, Retriever, RetrieverError
 from copc_jax.types import Prompt
 
@@ -179,20 +179,14 @@ def render_documents(config: SearchConfig, passages: Sequence[Passage]) -> str:
         config.document.format(i=i, title=passage.title, text=passage.text)
         for i, passage in enumerate(passages, start=1)
     )
-    documents = _disarm(config.tags, documents.rstrip() if passages else " Nothing was found.")
+    documents = documents.rstrip() if passages else " Nothing was found."
+    documents = disarm(documents, config.tags.texts)
     return render_notice(config, documents)
 
 
 def render_notice(config: SearchConfig, text: str) -> str:
     """Return an observation with any text inside the information tag."""
     return config.observation.format(documents=text, **dataclasses.asdict(config.tags))
-
-
-def _disarm(tags: TagSet, text: str) -> str:
-    for tag in tags.texts:
-        # A space in it, not a hole: around a hole "<<search>>" would close up to a tag.
-        text = text.replace(tag, f"< {tag[1:]}")
-    return text
 
 
 @functools.lru_cache
@@ -310,6 +304,8 @@ class SearchTask:
         self._tokenizer = tokenizer
         self._retriever = retriever
         self._apply_chat_template = apply_chat_template
+        # Neither questions nor passages may turn into tokens that structure a chat.
+        self._special = special_tokens(tokenizer)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; without any, its last message is the question."""
@@ -317,7 +313,10 @@ class SearchTask:
             return list(prompt.token_ids)
         if not prompt.messages:
             raise ValueError(f"prompt {prompt.prompt_id!r} has neither messages nor token_ids")
-        *before, last = prompt.messages
+        *before, last = (
+            {**message, "content": disarm(message["content"], self._special)}
+            for message in prompt.messages
+        )
         text = render_prompt(self.config, last["content"])
         if self._apply_chat_template is not None:
             text = self._apply_chat_template([*before, {**last, "content": text}])
@@ -346,7 +345,7 @@ class SearchTask:
         except RetrieverError:
             notice = render_notice(self.config, " The search failed. Try again.")
             return Action("observe", notice, {"valid_actions": 1.0, "failed_searches": 1.0})
-        observation = render_documents(self.config, found[0])
+        observation = disarm(render_documents(self.config, found[0]), self._special)
         return Action("observe", observation, {"valid_actions": 1.0, "searches": 1.0})
 
     def _refuse(self, reason: str) -> Action:
