@@ -334,7 +334,7 @@ def test_advantage_part_is_the_conditional_variance_formula():
 
 
 def test_length_outside_the_advantage_breaks_the_decomposition():
-    """1 / length is not known when the token is drawn: the trap that math.md names."""
+    """1 / length is not known when the token is drawn, so it belongs into the advantage."""
     _, mdp, policy, behavior, value = problem(23, gap=0.3)
     weight, advantage, score, probability = contributions(mdp, policy, behavior, value)
     right = analysis.variance_decomposition(weight, advantage, score, mdp.choice, probability)

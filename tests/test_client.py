@@ -119,7 +119,6 @@ PAIRS = "meta_info.output_token_logprobs"
     ],
 )
 def test_contradicting_answers_are_refused_at_the_first_request(server, change, complaint):
-    # C47, C48.
     server.script("/generate", Tokens([5, 6, 7], change=change))
     with pytest.raises(RolloutError, match=complaint) as caught:
         generate(server)
@@ -217,7 +216,7 @@ def test_every_token_keeps_the_version_that_sampled_it(server):
 
 
 def test_a_generation_cut_by_an_update_is_resumed_from_its_tokens(server):
-    # C46, with a server that can only abort.
+    # With a server that can only abort.
     server.script("/generate", Tokens([11, 12, 13, 14, 15, 16], seconds=1.2), Behave())
     generation = drive(
         [server.url], lambda client: publish_inside(client, server), pause_mode="abort"
@@ -285,7 +284,6 @@ def test_a_cancelled_generation_is_aborted_on_the_server(server):
 
 
 def test_256_requests_are_in_flight_at_once(server):
-    # C49.
     server.policy = lambda body: Tokens([5], seconds=1.0)
 
     async def script(client):
@@ -306,7 +304,6 @@ def test_the_connection_limit_is_a_setting(server):
 
 
 def test_a_timed_out_request_is_aborted_before_its_retry(server):
-    # C50.
     server.script("/generate", Tokens([5] * 3, seconds=4.0))
 
     async def script(client):
@@ -343,7 +340,6 @@ def test_faults_that_stay_end_after_the_retries(server, fault):
 
 @pytest.mark.parametrize("code", [400, 403, 404, 422])
 def test_refusals_are_not_retried(server, code):
-    # C51.
     server.script("/generate", Status(code, "no way"))
     with pytest.raises(RolloutError, match=f"answered {code}: no way") as caught:
         generate(server)
@@ -352,7 +348,6 @@ def test_refusals_are_not_retried(server, code):
 
 
 def test_a_closed_port_is_an_error_within_the_deadline():
-    # C51.
     with ScriptedServer() as server:
         pass
     start = time.monotonic()
@@ -371,7 +366,6 @@ def test_a_server_that_hangs_is_an_error_within_the_deadline(server):
 
 @pytest.mark.parametrize("length", [96, 100])
 def test_a_prompt_that_fills_the_context_is_not_sent(server, length):
-    # C52.
     async def script(client):
         generation = await client.generate([1] * length, SamplingParams(8))
         return generation, client.counters.too_long
@@ -413,7 +407,7 @@ def test_publish_updates_every_server_in_order():
             ]
             assert server.sent("/pause_generation") == [{"mode": "retract"}]
             (update,) = server.sent("/update_weights_from_disk")
-            # C42, C45: nothing is aborted, no old cache serves new requests.
+            # Nothing is aborted, no old cache serves new requests.
             assert update == {
                 "model_path": "/w/12",
                 "weight_version": "12",
@@ -440,7 +434,6 @@ UPDATE = "/update_weights_from_disk"
     ],
 )
 def test_a_failed_update_continues_and_does_not_advance(server, path, fault, complaint):
-    # C43, C44.
     server.script(path, fault)
 
     async def script(client):
@@ -558,7 +551,6 @@ def test_the_first_publish_may_come_while_requests_run(server):
 
 @pytest.mark.parametrize("label", ["default", "3", "99", "other"])
 def test_a_server_with_other_weights_gets_the_published_ones_before_use(server, label):
-    # C61.
     events = []
 
     async def script(client):

@@ -143,7 +143,7 @@ def test_turns_and_observations_make_one_trajectory(server):
 
 
 def test_sampled_ids_are_sent_back_as_they_were_sampled(server):
-    # C54: "he" + "llo" decodes to "hello", which encodes to one other id.
+    # "he" + "llo" decodes to "hello", which encodes to one other id.
     pieces = [TOKENIZER.token_to_id("he"), TOKENIZER.token_to_id("llo")]
     assert encode(TOKENIZER.decode(pieces)) == [TOKENIZER.token_to_id("hello")]
     turn = encode("<search>") + pieces + encode("</search>")
@@ -155,7 +155,6 @@ def test_sampled_ids_are_sent_back_as_they_were_sampled(server):
 
 
 def test_lengths_agree_after_every_turn(server):
-    # C69.
     for searches in range(3):
         trajectory = play(server, *["<search>b</search>"] * searches, "<answer>x</answer>")
         lengths = {
@@ -166,7 +165,7 @@ def test_lengths_agree_after_every_turn(server):
 
 
 def test_a_token_that_runs_past_the_stop_string_is_kept(server):
-    # C68: the token ">\n" completes "</search>" and more.
+    # The token ">\n" completes "</search>" and more.
     turn = encode("<search>a</search") + [TOKENIZER.token_to_id(">Ċ")]
     task = LookUp()
     trajectory = play(server, turn, "<answer>x</answer>", task=task)
@@ -175,7 +174,6 @@ def test_a_token_that_runs_past_the_stop_string_is_kept(server):
 
 
 def test_a_turn_cut_in_a_tool_call_executes_nothing(server):
-    # C67.
     task = LookUp()
     trajectory = play(server, Tokens(encode("<search>a</sea"), finish="length"), task=task)
     assert task.calls == [] and task.seen == []
@@ -185,7 +183,7 @@ def test_a_turn_cut_in_a_tool_call_executes_nothing(server):
 
 
 def test_an_answer_that_ends_exactly_at_the_budget_is_complete(server):
-    # C76: SGLang says "length" then, because it looks at the length first.
+    # SGLang says "length" then, because it looks at the length first.
     answer = encode("<answer>hello</answer>")
     budget = dataclasses.replace(BUDGET, max_tokens=len(encode("who?")) + len(answer))
     task = LookUp()
@@ -198,7 +196,6 @@ def test_an_answer_that_ends_exactly_at_the_budget_is_complete(server):
 
 @pytest.mark.parametrize("end", [EOS, EOT])
 def test_every_end_of_sequence_id_ends_the_turn_and_is_trained(server, end):
-    # C109, C110.
     turn = [*encode("<answer>hello</answer>"), end]
     trajectory = play(server, Tokens(turn, finish="stop", matched=end), task=LookUp(stop=()))
     assert (trajectory.status, trajectory.reward) == ("done", 2.0)
@@ -261,14 +258,12 @@ def test_the_last_turn_has_no_observation(server):
 
 @pytest.mark.parametrize("context", [4, 3])
 def test_a_prompt_without_room_is_truncated_and_never_sent(server, context):
-    # C52.
     trajectory = play(server, context_length=context)
     assert (trajectory.status, trajectory.is_action.any()) == ("truncated", np.False_)
     assert trajectory.token_ids.tolist() == encode("who?") and server.requests == []
 
 
 def test_a_huge_observation_is_cut_and_marked(server):
-    # C70.
     start = time.monotonic()
     trajectory = play(server, "<search>a</search>", "x", task=LookUp(result="x" * 10**7))
     assert time.monotonic() - start < 5
@@ -316,7 +311,6 @@ def test_a_tool_that_hangs_is_cut_off(server):
 
 
 def test_parallel_calls_answer_in_call_order_and_apart():
-    # C73.
     async def call(text: str, seconds: float) -> str:
         await asyncio.sleep(seconds)
         if text == "bad":
@@ -352,7 +346,7 @@ def test_a_reward_that_is_no_number_fails_the_episode(server, score):
 
 
 def test_a_crash_of_the_reward_fails_the_episode(server):
-    # C59: neither 0 nor 1.
+    # Neither 0 nor 1.
     class Broken(LookUp):
         def reward(self, prompt, sampled, info):
             raise RuntimeError("verifier died")

@@ -823,7 +823,7 @@ def test_defaults_are_the_papers():
     assert defaults(returns.group_advantage) == {"scale": True, "weight": None}
 
 
-# Cases that people reported elsewhere (cases.md).
+# Faults that people reported of other code.
 
 
 def gae_row(reward, value, discount, action, lambda_):

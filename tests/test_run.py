@@ -150,7 +150,7 @@ def test_a_run_without_an_update_of_the_actor_says_so(cache, tmp_path):
 def test_staleness_zero_is_synchronous_and_on_policy(synchronous):
     for row in read_metrics(synchronous)[1:]:
         assert row["lag/max"] == 0
-        # Server and learner compute the same log-probs: the acceptance test of math.md 5.1.
+        # Server and learner compute the same log-probs.
         assert row["coupling/ratio"] == pytest.approx(1.0, abs=1e-3)
         assert row["coupling/log_ratio_std"] < 0.05
         assert row["coupling/mask_kept"] > 0.995
