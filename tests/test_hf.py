@@ -1,6 +1,7 @@
 """Hugging Face folders: what is written is what transformers reads, and the rest is refused."""
 
 import dataclasses
+import datetime
 import json
 import struct
 
@@ -10,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken
 
-from copc_jax import hf, model
+from copc_jax import data, hf, model
 from copc_jax.model import ModelConfig, RopeScaling
 
 LLAMA = ModelConfig(
@@ -219,6 +221,12 @@ def test_other_files_come_along_and_a_second_save_replaces_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_server_of_another_user_can_read_an_export(tmp_path):
+    hf.save_hf(tmp_path / "model", random_params(LLAMA), LLAMA, tokenizer_json="{}")
+    for path in (tmp_path / "model", *(tmp_path / "model").iterdir()):
+        assert path.stat().st_mode & 0o004, path
+
+
 def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path):
     folder = tmp_path / "model"
     hf.save_hf(folder, random_params(LLAMA), LLAMA)
@@ -403,6 +411,8 @@ def test_what_config_json_leaves_out_has_the_defaults_of_transformers():
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
@@ -418,3 +428,97 @@ def test_numpy_reads_the_bfloat16_that_was_written(tmp_path):
     found = tensors["model.embed_tokens.weight"]
     assert found.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+# ------------------------------------------------------------------------------ chats and stops
+
+
+def write_json(folder, **files):
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def rendered(folder, *messages):
+    chat = hf.chat_template(folder)
+    assert chat is not None
+    roles = ("user", "assistant", "user")
+    return chat([{"role": r, "content": c} for r, c in zip(roles, messages, strict=False)])
+
+
+def test_a_folder_without_a_template_has_none(tmp_path):
+    assert hf.chat_template(tmp_path) is None
+    write_json(tmp_path, tokenizer_config={"eos_token": "</s>"})
+    assert hf.chat_template(tmp_path) is None
+
+
+def test_a_template_gets_messages_special_tokens_and_the_prompt_for_an_answer(tmp_path):
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if loop.index == 3 %}{% break %}{% endif %}\n"
+        "[{{ m['role'] }}]{{ m.content | tojson }}{{ eos_token }}\n"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% if tools is not none %}tools{% endif %}{{ unk_token }}"
+    )
+    bos = {"content": "<s>", "lstrip": False}
+    config = {"chat_template": template, "bos_token": bos, "eos_token": "</s>", "unk_token": None}
+    write_json(tmp_path, tokenizer_config=config)
+    # Lines that hold a statement leave none behind, and nothing is escaped for HTML.
+    expected = '<s>[user]"<é & \'x\'>"</s>\n[assistant]"b"</s>\n[assistant]'
+    assert rendered(tmp_path, "<é & 'x'>", "b", "c") == expected
+
+
+def test_the_template_file_comes_before_the_field_and_default_before_other_names(tmp_path):
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    write_json(tmp_path, tokenizer_config={"chat_template": named})
+    assert rendered(tmp_path, "a") == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert rendered(tmp_path, "a") == "F"
+
+
+def test_helpers_of_published_templates_work(tmp_path):
+    template = (
+        "{%- if messages[0].content == 'bad' %}{{ raise_exception('roles must alternate') }}"
+        "{%- endif %}{{ strftime_now('%Y') }}{% generation %}{{ messages[0].content }}"
+        "{% endgeneration %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert rendered(tmp_path, "hi") == f"{datetime.date.today().year}hi"
+    with pytest.raises(ValueError, match=r"chat_template\.jinja.*roles must alternate"):
+        rendered(tmp_path, "bad")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in %}", "chat template"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+    ],
+)
+def test_a_template_that_is_broken_or_reaches_out_is_refused(template, message, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=message):
+        rendered(tmp_path, "a")
+
+
+def test_stops_are_collected_from_everywhere(tmp_path):
+    """C109: Llama names three ids, Qwen one in each file, others only the token."""
+    tokenizer = data.train_tokenizer(["a"], 300)
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    end = tokenizer.token_to_id("<|im_end|>")
+    config = dataclasses.replace(LLAMA, eos_token_ids=(2, 5))
+    assert hf.eos_token_ids(tmp_path, config, tokenizer) == (2, 5)
+    write_json(tmp_path, generation_config={"eos_token_id": [5, 7]})
+    assert hf.eos_token_ids(tmp_path, config, tokenizer) == (2, 5, 7)
+    write_json(tmp_path, generation_config={"eos_token_id": 9})
+    write_json(tmp_path, special_tokens_map={"eos_token": {"content": "<|im_end|>"}})
+    assert hf.eos_token_ids(tmp_path, config, tokenizer) == (2, 5, 9, end)
+    write_json(tmp_path, tokenizer_config={"eos_token": "<|unknown|>"})
+    assert hf.eos_token_ids(tmp_path, config, tokenizer) == (2, 5, 9)
+
+
+def test_what_lies_beside_the_tokenizer_is_passed_on(tmp_path):
+    write_json(tmp_path, generation_config={"eos_token_id": 9}, vocab={}, config={})
+    (tmp_path / "chat_template.jinja").write_text("é")
+    files = hf.side_files(tmp_path)
+    assert files == {"generation_config.json": '{"eos_token_id": 9}', "chat_template.jinja": "é"}
