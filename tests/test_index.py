@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -310,6 +311,18 @@ if __name__ == "__main__":
     assert fault.startswith("a bm25s process ended and is started again")
     assert loaded == []
     assert child_has == [True, False]
+
+
+def test_opening_an_index_without_its_package_names_the_extra(varied, tmp_path, monkeypatch):
+    path, _ = varied
+    index.build(path, tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    manifest["engine"] = "bm25s"
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "bm25s" else find(n))
+    with pytest.raises(ValueError, match="bm25s not installed; the extra `retrieval` brings it"):
+        index.IndexRetriever(tmp_path / "index")
 
 
 def words_tokenizer(words):

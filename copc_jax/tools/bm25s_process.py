@@ -115,6 +115,9 @@ class Processes:
     Args:
         folder: that holds the files of bm25s.
         processes: how many search at a time.
+
+    Raises:
+        RetrieverError: a child was killed while it loaded the index.
     """
 
     def __init__(self, folder: pathlib.Path, processes: int):
@@ -124,7 +127,13 @@ class Processes:
         self._pool, _ = _pool(processes)
         # Loaded and compiled before the first query has to wait for it.
         futures = [self._pool.submit(_load, folder) for _ in range(processes)]
-        self.rows: int = max(future.result() for future in futures)
+        try:
+            self.rows: int = max(future.result() for future in futures)
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise RetrieverError(
+                f"a bm25s process was killed while it loaded {folder}; {processes} of them take"
+                " memory of their own, fewer threads take less"
+            ) from error
 
     def search(self, queries: Sequence[list[str]], topk: int) -> list[list[tuple[int, float]]]:
         """Return (row, score) for each query of plain words.

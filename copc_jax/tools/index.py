@@ -269,6 +269,7 @@ class _Bm25s:
     def __init__(
         self, folder: pathlib.Path, settings: Mapping[str, Any], rows: int, *, threads: int
     ):
+        embedding.require("bm25s", "numba")
         self._processes = bm25s_process.Processes(folder / "bm25s", threads)
         _require_rows(self._processes.rows, rows)
 
