@@ -711,9 +711,8 @@ _PANELS = (
     _draw_reward,
     _simple("Searches an episode", _GENERATOR, "task/searches"),
     _simple("Tool calls an episode", _GENERATOR, "task/calls"),
-    _simple(
-        "Tokens kept by the policy mask", _LEARNER, "coupling/mask_kept", "actor/kept", percent=True
-    ),
+    # Not coupling/mask_kept, which is of COPC's mask whatever the method.
+    _simple("Tokens that the actor's loss trains", _LEARNER, "actor/kept", percent=True),
     _draw_explained_variance,
     _simple("KL(behavior, policy), k3 (nats a token)", _LEARNER, "coupling/kl_k3", "actor/kl"),
     _draw_lag_by_update,
@@ -907,6 +906,7 @@ def _findings(run: _Run) -> list[str]:
         ("Episodes with a search", "task/searched", ".0%"),
         ("Tool calls an episode", "task/calls", ".2f"),
         ("Valid actions of all actions", "task/valid_action_rate", ".0%"),
+        ("Episodes with an answer", "task/answered", ".0%"),
     ):
         values = run.series(key)[1]
         if values.size > 1:

@@ -51,7 +51,10 @@ def simulated_run(updates: int = 300, staleness: int = 64, seed: int = 0):
             "rollout/tokens_per_second": abs(random.normal(900, 60)),
             "rollout/busy_fraction": min(abs(random.normal(0.86, 0.04)), 0.98),
             "rollout/admission_fraction": 0.02,
-            "coupling/mask_kept": 0.985 - 0.05 * progress * random.uniform(),
+            "task/searched": 0.5,
+            "task/valid_action_rate": 0.9,
+            "task/answered": 0.8,
+            "actor/kept": 0.985 - 0.05 * progress * random.uniform(),
             "coupling/explained_variance": 0.55 * progress + random.normal(0, 0.05),
             "coupling/kl_k3": 0.012 * progress * random.uniform(0.6, 1.4) + 0.0005,
         }
@@ -375,6 +378,12 @@ def test_report_states_the_figures(tmp_path):
         rows[-1]["time"] - rows[0]["time"]
     )
     assert f"waiting for rollouts {waited:.0%}" in text
+    for name, share in (
+        ("Episodes with a search", "50%"),
+        ("Valid actions of all actions", "90%"),
+        ("Episodes with an answer", "80%"),
+    ):
+        assert f"{name}: {share} in the first tenth" in text
     assert '"method": "copc"' in text
     assert "cannot say" not in text
 
