@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 from copc_jax import hf, model
 
@@ -180,3 +181,85 @@ def test_transformers_loads_an_export_bit_for_bit(family, max_shard_bytes, tmp_p
     token_ids = torch.arange(48)[None] % config.vocab_size
     assert torch.equal(network(token_ids).logits, before(token_ids).logits)
     assert network.config.eos_token_id == before.config.eos_token_id
+
+
+# In the style of published ones: ChatML with a default system message, Llama 3's header and date,
+# and one that folds the system message into the first turn and refuses others' order.
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{- bos_token }}\n"
+        "{%- if not date_string is defined %}\n"
+        '    {%- set date_string = strftime_now("%d %b %Y") %}\n'
+        "{%- endif %}\n"
+        "{%- if messages[0]['role'] == 'system' %}\n"
+        "    {%- set system = messages[0]['content']|trim %}\n"
+        "    {%- set messages = messages[1:] %}\n"
+        "{%- else %}{%- set system = '' %}{%- endif %}\n"
+        '{{- "<|start|>system<|end|>\\n\\nToday: " + date_string + "\\n" + system }}\n'
+        "{%- for message in messages %}\n"
+        "    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}\n"
+        "    {{- '<|start|>' + message['role'] + '<|end|>\\n' + message['content'] | trim }}\n"
+        "    {%- endif %}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}"
+    ),
+    "folded": (
+        "{% set ns = namespace(system='') %}\n"
+        "{% for message in messages %}\n"
+        "  {% if message.role == 'system' %}\n"
+        "    {% set ns.system = message.content %}\n"
+        "    {% continue %}\n"
+        "  {% elif message.role not in ['user', 'assistant'] %}\n"
+        "    {{ raise_exception('no such role') }}\n"
+        "  {% endif %}\n"
+        "  <{{ message.role }}>{{ ns.system }} {{ message.content | tojson(indent=2) }}\n"
+        "{% endfor %}\n"
+        "{{ eos_token }}{{ messages | tojson }}\n"
+    ),
+}
+CHATS = (
+    [{"role": "user", "content": " What is 1 < 2 & 'é'?\n"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "東京"},
+    ],
+)
+
+
+@live
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_chat_templates_render_as_in_transformers(template, tmp_path):
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, [])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        chat_template=template,
+    )
+    wrapped.save_pretrained(tmp_path)
+    ours = hf.chat_template(tmp_path)
+    assert ours is not None
+    read = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for chat in CHATS:
+        text = wrapped.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ours(chat) == text
+        ids = wrapped.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        assert read.encode(text, add_special_tokens=False).ids == ids["input_ids"]
+    end = hf.eos_token_ids(tmp_path, hf.load_config(GOLDENS / "smollm2"), read)
+    assert end == (2, wrapped.eos_token_id)
