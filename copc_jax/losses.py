@@ -107,6 +107,8 @@ def reduction_weights(
 
     `count` is the number of action tokens, or of responses that have one. Micro-batches and devices
     add `sum(weight * x)` and `count` separately.
+
+    Source: COPC appendix C.2.1 (response mean for mathematics, token mean for search).
     """
     ones = jnp.where(is_action, 1.0, 0.0).astype(jnp.float32)
     if reduce == "token":
@@ -670,6 +672,8 @@ def response_log_ratio(
     `mean=False` sums the log-ratios of the action tokens (the ratio of the responses'
     probabilities), within +-`returns.LOG_RATIO_LIMIT`; `mean=True` averages them (the geometric
     mean of the ratios). Only action tokens count in the length.
+
+    Source: VCPO (arXiv 2602.17616) for the sum, GSPO (arXiv 2507.18071) for the mean.
     """
     log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
     _, total = _response_sums(log_ratio, is_action, segment_ids)
@@ -778,6 +782,8 @@ def effective_sample_share(
 
     from the (sum, count) pairs of the weights and of their squares; 1 for equal weights, 0 without
     samples.
+
+    Source: Kish, 1965; VCPO (arXiv 2602.17616) for its use on responses.
     """
     total, count = weight
     return jnp.square(total) / jnp.maximum(count * weight_square[0], jnp.finfo(jnp.float32).tiny)
@@ -794,6 +800,8 @@ def second_moment_mask(
     Only `candidate` tokens count and can be dropped; the rest is True. Tokens of exactly the
     smallest dropped square are dropped together, so the result does not depend on the order of
     rows. The tokens of the whole call are ranked; devices gather the squares.
+
+    Source: M2PO (arXiv 2510.01161).
     """
     (log_ratio,) = select_actions(candidate, log_ratio=log_ratio)
     square = jnp.square(log_ratio)
@@ -947,7 +955,15 @@ def sft_loss(
     reduce: Reduce = "token",
     segment_ids: Int[Array, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Return the negative log-likelihood of the tokens to imitate, in nats a token."""
+    """Return the mean negative log-likelihood of the tokens to imitate, in nats.
+
+        loss = -reduce( log pi )
+
+    Those tokens are `is_action`; what stands elsewhere counts nowhere. A token of probability 0
+    gives an infinite loss and not a NaN.
+
+    Source: maximum likelihood.
+    """
     (logprob,) = select_actions(is_action, logprob=logprob)
     total, count = _reduction(-logprob, is_action, reduce, segment_ids)
     metrics = {"loss": (jax.lax.stop_gradient(total), count)}

@@ -96,6 +96,8 @@ def finite_logprob(
 
     At the floor (a probability of 0) the gradient is 0. NaN on an action token stays NaN: it means
     that a model has diverged, and must not pass for a number.
+
+    Source: this repository; the floor belongs to no method.
     """
     (logprob,) = select_actions(is_action, logprob=logprob)
     return jnp.maximum(logprob, _LOGPROB_FLOOR)
@@ -111,6 +113,8 @@ def log_importance_ratio(
     The mask is applied before the subtraction, so gradients off action tokens are 0 and not `0 *
     inf`; beyond the limit the gradient is 0. -inf is a probability of 0 (two of them give a ratio
     of 1).
+
+    Source: the limit of 20 nats is verl's.
     """
     difference = finite_logprob(policy_logprob, is_action) - finite_logprob(
         behavior_logprob, is_action
@@ -127,6 +131,8 @@ def importance_ratio(
 
     Ratios stay within `exp(+-LOG_RATIO_LIMIT)`. Where a log-probability is NaN nothing is known and
     the ratio is 1; the losses do let such a NaN through.
+
+    Source: the limit of 20 nats is verl's.
     """
     log_ratio = log_importance_ratio(policy_logprob, behavior_logprob, is_action)
     return jnp.exp(jnp.where(jnp.isnan(log_ratio), 0.0, log_ratio))
@@ -418,6 +424,8 @@ def whiten(
     Tokens that an actor mask will drop count too, so the statistics do not depend on the mask. The
     variance is the population's; 1e-8 is added to it. Without any action token the result is 0.
     Returns and value targets are never whitened: whiten after forming them.
+
+    Source: common practice of PPO, as in verl, whose variance divides by the number less one.
     """
     (advantage,) = select_actions(is_action, advantage=advantage)
     count = jnp.maximum(jnp.sum(is_action, dtype=jnp.float32), 1.0)

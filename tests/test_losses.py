@@ -532,6 +532,19 @@ def test_a_ranking_of_the_whole_batch_makes_its_parts_add_up():
         close(jnp.concatenate(summed) / sum(counts), gradient, 1e-6)
 
 
+def test_shares_of_parts_add_by_tokens_and_are_no_mean_of_means():
+    """2 of 10 tokens are dropped in one part and 3 of 4 in the other."""
+
+    def part(tokens, dropped):
+        policy = jnp.where(jnp.arange(tokens) < dropped, 1.0, 0.0)[None]
+        rest = (jnp.zeros((1, tokens)), jnp.ones((1, tokens)), jnp.ones((1, tokens), bool))
+        return losses.copc_actor_loss(policy, *rest)[1]
+
+    parts = jax.tree.map(jnp.add, part(10, 2), part(4, 3))
+    close(parts["clip_high"][0] / parts["clip_high"][1], 0.357143)  # not 0.475
+    close(parts["kept"][0] / parts["kept"][1], 9 / 14)
+
+
 def test_sequence_ratio_counts_action_tokens_only():
     policy = jnp.array([[0.2, 0.4, jnp.nan, 0.7]])
     action = jnp.array([[True, True, False, False]])
