@@ -98,6 +98,8 @@ def coupling_estimates(
     read their signs and relative sizes; `bias_*_magnitude` is the mean absolute value. Where a few
     ratios are huge (`effective_sample_size` near 0) they are noise. Masked tokens count
     everywhere, since statistics over retained tokens alone hide the gap that the mask makes.
+    Mask and residual weights are COPC's at the given tolerances, whatever loss a run trains with:
+    what that loss itself keeps is in its own metrics.
     No gradient flows through the result, and what stands off action tokens does not matter.
 
     Args:

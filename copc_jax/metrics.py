@@ -22,7 +22,8 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     eval/em, em_low, em_high  greedy held-out exact match (0 to 1) and its 95% interval
     eval/count                held-out questions of that evaluation
     actor/*, critic/*         loss metrics by the names of copc_jax.losses
-    coupling/*                figures by the names of copc_jax.analysis
+    coupling/*                figures by the names of copc_jax.analysis, of COPC's mask and weights
+                              at the run's tolerances whatever the method
 
 Every name but step and time may be absent, and unknown names are kept as they are. A value is a
 number or a list of numbers; null stands for one that is not finite. evaluations.jsonl, if there is
