@@ -13,8 +13,9 @@ that is off by less than 1e-12 of the value, is forgiven: 0.30000000000000004 is
 not 1/3. A percent sign may be left out or worked out on one side: 25% is 25 and 0.25, and 0.25 is
 not 25. Units may be left out; two different units are wrong. A final full stop is dropped.
 
-Ratios and times (8:30) and words are compared as text; words ignore case, single letters do not,
-and a choice may be in parentheses.
+Numbers in a base such as 4343_6 must have the same digits; the base may be left out, and another
+one is wrong. Ratios and times (8:30) and words are compared as text; words ignore case, single
+letters do not, and a choice may be in parentheses.
 
 Every other pair goes to math-verify in a process of its own, which is killed and replaced when it
 takes too long. Expressions may then be written in any equivalent way, `\sqrt{12}` for
@@ -36,6 +37,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import logging
 import os
 import queue
 import re
@@ -45,12 +47,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
+_LOG = logging.getLogger(__name__)
 _LONGEST = 400  # Characters of an answer; longer ones are no answers.
 
 # --------------------------------------------------------------------------------------------------
@@ -108,7 +112,7 @@ _SIGNS = str.maketrans(
 )  # fmt: skip
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\pi\b))")
 _WRAPPERS = re.compile(
-    r"\\(?:text|mathrm|textrm|mbox|textbf|mathbf|boldsymbol|textit|mathit)\s*\{([^{}]*)\}"
+    r"(?:\\(?:text|mathrm|textrm|mbox|textbf|mathbf|boldsymbol|textit|mathit)\s*)?\{([^{}]*)\}"
     r"|\*\*(.*)\*\*|\\\((.*)\\\)|\\\[(.*)\\\]",
     re.DOTALL,
 )
@@ -122,7 +126,7 @@ def _clean(text: str) -> str:
     text = re.sub(r"(?<!\\)\\!\s*", "", text).replace("{,}", ",")
     text = re.sub(r"(?<!\\)\\(?:[,;: ]|quad\b|qquad\b|displaystyle\b)", " ", text)
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
-    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text).replace(r"\%", "%")
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace(r"\%", "%")
     text = re.sub(r"(?<!\\)\$", "", text) if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0 else text
     previous = None
     while previous != text:
@@ -150,7 +154,7 @@ _NUMBER = re.compile(
       (?:(?P<whole>\d+)\s*)?
         \\frac\s*(?:\{{\s*(?P<top>[+-]?{_PLAIN})\s*\}}|(?P<top_digit>\d))
         \s*(?:\{{\s*(?P<bottom>[+-]?{_PLAIN})\s*\}}|(?P<bottom_digit>\d))
-      | (?:(?P<slash_whole>\d+)\s+)?(?P<slash_top>{_PLAIN})\s*/\s*(?P<slash_bottom>{_PLAIN})
+      | (?:(?P<slash_whole>\d+)\s+)?(?P<slash_top>{_PLAIN})\s*/\s*(?P<slash_bottom>-?{_PLAIN})
       | (?P<decimal>{_PLAIN})
         (?:[eE](?P<e>[+-]?\d{{1,3}})
           |\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*
@@ -236,6 +240,7 @@ def _equal(answer: _Number, gold: _Number) -> bool:
 
 
 _RATIO = re.compile(r"\d\s*:\s*\d")
+_IN_BASE = re.compile(r"(-?[0-9][0-9A-Za-z]*)_(\{.+\}|[0-9])")
 _LETTER = re.compile(r"\(?\s*([A-Za-z])\s*\)?")
 _SHORT_WORDS = {"yes", "no", "odd", "none"}
 
@@ -259,15 +264,24 @@ def _is_word(gold: str) -> bool:
     return not plain or len(word) == 1 or word in _SHORT_WORDS or bool(re.search("[a-z]{4}", word))
 
 
+def _in_base(squeezed: str) -> tuple[str, str] | None:
+    r"""Return digits and base of a number such as 4343_6 or 4343_{\text{six}}, without spaces."""
+    match = _IN_BASE.fullmatch(squeezed)
+    return (match[1], re.sub(r"\\text|[{}]", "", match[2])) if match else None
+
+
 def verify_exactly(answer: str, gold: str) -> bool | None:
     """Decide what needs no algebra system; None leaves the decision to math-verify."""
     if not answer.strip() or len(answer) > _LONGEST:
         return False
-    right = _number(gold)
-    if right is not None:
+    number = _number(gold)
+    if number is not None:
         mine = _number(answer)
-        return mine is not None and _equal(mine, right)
+        return mine is not None and _equal(mine, number)
     squeezed = [re.sub(r"\s", "", _clean(text)) for text in (answer, gold)]
+    if right := _in_base(squeezed[1]):
+        # math-verify ignores the base.
+        return squeezed[0] == right[0] or _in_base(squeezed[0]) == right
     if any(_RATIO.search(text) for text in squeezed):
         return squeezed[0] == squeezed[1]
     if _is_word(gold):
@@ -306,8 +320,8 @@ class _Worker:
             bufsize=0,
         )
 
-    def ask(self, request: dict[str, Any], timeout: float) -> bool:
-        """Send one request and return the verdict.
+    def ask(self, request: dict[str, Any], timeout: float) -> bool | None:
+        """Send one request and return the verdict, or None when the worker gave up in time.
 
         Raises:
             _NoReplyError: no reply in time, or none at all.
@@ -328,7 +342,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise _NoReplyError("died") from error
-        return bool(self._read(time.monotonic() + timeout))
+        return self._read(time.monotonic() + timeout)
 
     def _read(self, deadline: float) -> Any:
         assert self._process.stdout is not None
@@ -355,8 +369,8 @@ class _Worker:
 class Verifier:
     """Compares answers with gold answers; safe to share between threads and event loops.
 
-    Processes start when the first pair needs one. A comparison that is killed counts as wrong, and
-    in `timeouts` or `crashes`.
+    Processes start when the first pair needs one. A comparison that takes too long or brings its
+    process down counts as wrong, and in `timeouts` or `crashes`; a growing number is logged.
     """
 
     def __init__(self, processes: int = 1, *, timeout: float = 6.0, start_timeout: float = 120.0):
@@ -377,6 +391,7 @@ class Verifier:
             raise ValueError(f"time-outs must be more than 0: {timeout}, {start_timeout}")
         self.timeouts = 0
         self.crashes = 0
+        self._counting = threading.Lock()
         self._processes = processes
         self._timeout = timeout
         self._start_timeout = start_timeout
@@ -424,12 +439,12 @@ class Verifier:
                 raise VerifierError("the verifier is closed")
             worker = worker or _Worker(self._start_timeout)
             try:
-                return worker.ask(request, self._timeout)
+                verdict = worker.ask(request, self._timeout)
+                if verdict is None:
+                    self._count("timed out", request)
+                return bool(verdict)
             except _NoReplyError as error:
-                if str(error) == "timed out":
-                    self.timeouts += 1
-                else:
-                    self.crashes += 1
+                self._count(str(error), request)
             except VerifierError:
                 worker.kill()
                 worker = None
@@ -441,6 +456,19 @@ class Verifier:
             return False
         finally:
             self._idle.put(worker)
+
+    def _count(self, what: str, request: dict[str, Any]) -> None:
+        with self._counting:
+            if what == "timed out":
+                self.timeouts += 1
+            else:
+                self.crashes += 1
+            total = self.timeouts + self.crashes
+        if total & (total - 1) == 0:  # The 1st, 2nd, 4th, 8th: a policy may provoke many.
+            _LOG.warning(
+                "%d comparisons timed out and %d died, which count as wrong; the last was %.200s",
+                *(self.timeouts, self.crashes, request),
+            )
 
     def close(self) -> None:
         """End all processes, after the comparisons that are running."""
@@ -539,6 +567,8 @@ _MEMORY_BYTES = 4 << 30
 
 def _serve() -> None:
     """Answer requests, one JSON line each, until the input ends."""
+    from math_verify.errors import TimeoutException
+
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # What libraries print must not end up between the replies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The caller decides when to stop.
@@ -556,17 +586,27 @@ def _serve() -> None:
                 verdict = _compare(request["answer"], request["gold"])
             else:
                 verdict = bool(_parse(request["gold"]))
-        except BaseException:  # math-verify's time-out is no Exception.
+        except TimeoutException:
+            verdict = None
+        except BaseException:  # Of other people's code, given the strangest input.
             verdict = False
         print(json.dumps(verdict), file=replies)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parse(text: str) -> list[Any]:
-    """Return the expression in text, in a list, or nothing."""
+    """Return the expression in text, in a list, or nothing.
+
+    A time-out is raised, and so not cached: on a busy machine it says nothing about the text.
+    """
     from math_verify import LatexExtractionConfig, parse
 
-    found = parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=_SECONDS)
+    found = parse(
+        rf"\boxed{{{text}}}",
+        [LatexExtractionConfig()],
+        parsing_timeout=_SECONDS,
+        raise_on_error=True,
+    )
     return [expression for expression in found if not isinstance(expression, str)]
 
 
@@ -575,7 +615,7 @@ def _compare(answer: str, gold: str) -> bool:
     from math_verify.utils import timeout
 
     right, mine = _parse(gold), _parse(answer)
-    if not verify(right, mine, timeout_seconds=_SECONDS):
+    if not verify(right, mine, timeout_seconds=_SECONDS, raise_on_error=True):
         return False
     # The library's tolerance is absolute: all tiny numbers are equal to it.
     return timeout(_SECONDS)(_agree)(right[0], mine[0])
