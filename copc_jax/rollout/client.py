@@ -362,10 +362,11 @@ class SGLangClient:
         """Ask for the longest prompt plus response; None from servers that do not say."""
         with contextlib.suppress(RolloutError, ValueError, AttributeError):
             info = json.loads(await self._control("GET", url + "/server_info"))
-            # SGLang leaves context_length null unless it was set on the command line.
-            for name in ("context_length", "max_req_input_len"):
-                if isinstance(info.get(name), int):
-                    return info[name]
+            # SGLang leaves context_length null unless it was set on the command line. It refuses
+            # prompts of max_req_input_len tokens, six below it, and cuts responses that would come
+            # closer than two without telling: the smaller number is what it keeps its word on.
+            names = ("context_length", "max_req_input_len")
+            return min((info[n] for n in names if isinstance(info.get(n), int)), default=None)
         return None
 
     # ---------------------------------------------------------------- generation

@@ -241,7 +241,8 @@ def launch_sglang(
         port: 0 takes one that is free now.
         device: "gpu" is what SGLang finds, in bfloat16; "cpu" is plain torch in float32.
         slots: sequences decoded together; None is the server's default.
-        max_length: tokens of a prompt and its response; None is the model's.
+        max_length: tokens of the longest sequences, for the size of the cache on a CPU; None leaves
+            it to SGLang.
         arguments: further command line arguments of `sglang.launch_server`; of those given twice
             the last one counts.
         environment: variables to set for it.
@@ -260,11 +261,10 @@ def launch_sglang(
     options += ["--dtype", "float32", *_SGLANG_CPU] if device == "cpu" else ["--dtype", "bfloat16"]
     if slots is not None:
         options += ["--max-running-requests", str(slots)]
-    if max_length is not None:
-        options += ["--context-length", str(max_length)]
-        if device == "cpu" and slots is not None:
-            # A cache for what can run at once; by default it takes a share of the memory.
-            options += ["--max-total-tokens", str(slots * max_length)]
+    if device == "cpu" and slots is not None and max_length is not None:
+        # A cache for what can run at once; by default it takes a share of the memory. SGLang keeps
+        # some positions of a sequence to itself.
+        options += ["--max-total-tokens", str(slots * (max_length + 8))]
 
     def command(port: int) -> list[str]:
         server = [str(python), "-m", "sglang.launch_server"]

@@ -51,9 +51,10 @@ def install(folder: Path) -> Path:
         done = 0
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("Collecting "):
+            # The second of files that lie on this machine.
+            if line.startswith(("Collecting ", "Processing ")):
                 done += 1
-                _say(f"[{done}/{count}] {line.split()[1]}")
+                _say(f"[{done}/{count}] {line.split()[1].rpartition('/')[2]}")
             elif line.startswith("Installing "):
                 _say("installing them")
     if process.returncode:

@@ -32,8 +32,9 @@ class _Nothing(type):
             return super().__call__(*args, **kwargs)
         if cls.__qualname__.startswith("sgl_kernel"):
             raise NotImplementedError(f"{cls.__qualname__} does not run on this machine")
-        # As a decorator it changes nothing; with settings it gives the decorator.
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else cls
+        # As a decorator it changes nothing; with settings it gives the decorator. A question, such
+        # as triton's for its device, gets nothing that could pass for an answer.
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda x: x
 
     def __getitem__(cls, _: Any) -> Any:
         return cls
