@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +47,9 @@ class Action:
 
 Score = tuple[float, dict[str, float]]
 """Reward of an episode, and the task's figures for logs."""
+
+ApplyChatTemplate = Callable[[Sequence[Mapping[str, str]]], str]
+"""Writes messages as the text of a model's chat, up to where its answer begins."""
 
 
 @runtime_checkable
@@ -257,6 +260,39 @@ def _ended(generation: Generation, count: int, matched: str | int) -> Generation
         finish="stop",
         matched=matched,
     )
+
+
+def encode_question(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    render: Callable[[str], str],
+    *,
+    special: Sequence[str],
+    apply_chat_template: ApplyChatTemplate | None,
+) -> list[int]:
+    """Return the token ids of a prompt; without any, its last message is the question.
+
+    Args:
+        prompt: with token ids or messages.
+        tokenizer: of the policy.
+        render: makes the text of the task's prompt from the question.
+        special: marks that structure a chat and are disarmed in messages.
+        apply_chat_template: wraps the messages for a chat model; None encodes plain text.
+
+    Raises:
+        ValueError: the prompt has neither.
+    """
+    if prompt.token_ids:
+        return list(prompt.token_ids)
+    if not prompt.messages:
+        raise ValueError(f"prompt {prompt.prompt_id!r} has neither messages nor token_ids")
+    *before, last = (
+        {**message, "content": disarm(message["content"], special)} for message in prompt.messages
+    )
+    text = render(last["content"])
+    if apply_chat_template is not None:
+        text = apply_chat_template([*before, {**last, "content": text}])
+    return _encode(tokenizer, text)
 
 
 def encode_observation(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:

@@ -20,10 +20,18 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from copc_jax.rollout.episode import Action, EpisodeFailed, Score, disarm, special_tokens
+from copc_jax.rollout.episode import (
+    Action,
+    ApplyChatTemplate,
+    EpisodeFailed,
+    Score,
+    disarm,
+    encode_question,
+    special_tokens,
+)
 from copc_jax.tasks.verify import Verifier, extract_boxed, math_reward
 from copc_jax.tools.python import Sandbox, SandboxError
 from copc_jax.types import Prompt
@@ -281,7 +289,7 @@ class MathTask:
         verifier: Verifier,
         config: MathConfig = FORMATS["short"],
         *,
-        apply_chat_template: Callable[[Sequence[Mapping[str, str]]], str] | None = None,
+        apply_chat_template: ApplyChatTemplate | None = None,
     ):
         """Bind the task to its tools.
 
@@ -308,18 +316,13 @@ class MathTask:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; without any, its last message is the question."""
-        if prompt.token_ids:
-            return list(prompt.token_ids)
-        if not prompt.messages:
-            raise ValueError(f"prompt {prompt.prompt_id!r} has neither messages nor token_ids")
-        *before, last = (
-            {**message, "content": disarm(message["content"], self._special)}
-            for message in prompt.messages
+        return encode_question(
+            prompt,
+            self._tokenizer,
+            functools.partial(render_prompt, self.config),
+            special=self._special,
+            apply_chat_template=self._apply_chat_template,
         )
-        text = render_prompt(self.config, last["content"])
-        if self._apply_chat_template is not None:
-            text = self._apply_chat_template([*before, {**last, "content": text}])
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     async def step(self, text: str, finish: str, matched: str | int | None) -> Action:
         """Act on one turn: run its calls one after the other, or end, or say what a valid turn is.

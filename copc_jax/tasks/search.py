@@ -12,10 +12,16 @@ import functools
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from copc_jax.rollout.episode import Action, disarm, special_tokens
+from copc_jax.rollout.episode import (
+    Action,
+    ApplyChatTemplate,
+    disarm,
+    encode_question,
+    special_tokens,
+)
 from copc_jax.tools.retriever import Passage, Retriever, RetrieverError
 from copc_jax.types import Prompt
 
@@ -288,7 +294,7 @@ class SearchTask:
         retriever: Retriever,
         config: SearchConfig = SHORT_FORMAT,
         *,
-        apply_chat_template: Callable[[Sequence[Mapping[str, str]]], str] | None = None,
+        apply_chat_template: ApplyChatTemplate | None = None,
     ):
         """Bind the task to its tools.
 
@@ -309,18 +315,13 @@ class SearchTask:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; without any, its last message is the question."""
-        if prompt.token_ids:
-            return list(prompt.token_ids)
-        if not prompt.messages:
-            raise ValueError(f"prompt {prompt.prompt_id!r} has neither messages nor token_ids")
-        *before, last = (
-            {**message, "content": disarm(message["content"], self._special)}
-            for message in prompt.messages
+        return encode_question(
+            prompt,
+            self._tokenizer,
+            functools.partial(render_prompt, self.config),
+            special=self._special,
+            apply_chat_template=self._apply_chat_template,
         )
-        text = render_prompt(self.config, last["content"])
-        if self._apply_chat_template is not None:
-            text = self._apply_chat_template([*before, {**last, "content": text}])
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     async def step(self, text: str, finish: str, matched: str | int | None) -> Action:
         """Act on one turn: search and observe, answer and end, or explain what a valid turn is.
