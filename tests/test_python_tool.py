@@ -156,6 +156,8 @@ def test_programs_print_their_results(box, kind):
         ("x = [1,\n     2]\nx  # the answer", "[1, 2]"),
         ("print('shown')\n2", "shown"),
         ("x = 3", ""),
+        ("x = 3\n# and no more", ""),
+        ("# nothing", ""),
         ("None", ""),
         ("x = '''\nabc\n'''", ""),
         ("for i in range(2): i", ""),

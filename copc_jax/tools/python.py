@@ -311,7 +311,8 @@ class MontySandbox(Sandbox):
         """
         await self.start()
         head, separator, last = code.rstrip().rpartition("\n")
-        if last and not last[0].isspace():
+        # Of a last line that is a comment, the parentheses alone would be the value.
+        if last and not last[0].isspace() and not last.startswith("#"):
             found = await self._try(code, f"{head}{separator}_=({last}\n)", shows_last=True)
             if found is not None:
                 return found
