@@ -53,7 +53,6 @@ from copc_jax.tools.retriever import (
 
 FORMAT = 1
 _PLAIN_INTERVAL_S = 10.0
-_BLOCK = 1024 * 1024
 # Rows of vectors that are compared at a time: 48 MiB of 384 float32.
 _VECTOR_BLOCK = 32 * 1024
 # Embeddings are kept in whole groups of rows.
