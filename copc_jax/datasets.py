@@ -499,6 +499,8 @@ def chat_segments(
     observation_tag: str,
     render_tool: Callable[[str], str],
     tags: Sequence[str] = (),
+    apply_chat_template: Callable[[Sequence[Message]], str] | None = None,
+    end: str = "",
 ) -> list[tuple[str, bool]]:
     """Cut a chat into pieces of text, each with whether the model wrote it.
 
@@ -511,33 +513,65 @@ def chat_segments(
         observation_tag: name of the tag around tool text, such as "interpreter".
         render_tool: makes a tool's message without this tag what an episode would show.
         tags: names of tags that must be opened and closed in turn, besides.
+        apply_chat_template: writes the messages up to the assistant's, as episodes of a chat model
+            begin; without it each is a line of its own. What tools return continues the message.
+        end: what the assistant writes at the end of each of its messages.
 
     Raises:
         UnusableChatError: no messages, an unknown role, no text, no assistant or nothing before it,
-            tags that do not match, or the observation tag of another format.
+            tags that do not match, the observation tag of another format, or a chat template that
+            refuses the messages or writes earlier ones anew.
     """
     messages = row.get("messages", row.get("conversations"))
     if not isinstance(messages, list) or not messages:
         raise UnusableChatError("no list of messages")
     pieces: list[tuple[str, bool]] = []
-    for message in messages:
-        role, text = _role_and_text(message)
+    asked: list[Message] = []  # What the chat template is given, and where its text ended.
+    for role, text in map(_role_and_text, messages):
         if role == "assistant":
-            if not pieces:
+            if not pieces and not asked:
                 raise UnusableChatError("nothing stands before the assistant's first message")
-            pieces += _assistant_pieces(text, observation_tag, tags)
+            if asked and asked[-1]["role"] != role:
+                assert apply_chat_template is not None
+                pieces.append((_template_piece(apply_chat_template, asked, pieces), False))
+                asked.append({"role": role, "content": ""})
+            added = [*_assistant_pieces(text, observation_tag, tags), *([(end, True)] * bool(end))]
         elif role == "tool":
             marked = f"<{observation_tag}>" in text
-            pieces.append((text if marked else render_tool(text), False))
+            added = [(text if marked else render_tool(text), False)]
+        elif apply_chat_template is not None:
+            if asked and asked[-1]["role"] == "assistant":  # The template writes this end itself.
+                asked[-1]["content"] = asked[-1]["content"].removesuffix(end)
+            asked.append({"role": role, "content": text})
+            continue
         else:
             # A question that follows an answer starts a line of its own.
-            pieces.append((f"\n{text}\n" if pieces and pieces[-1][1] else f"{text}\n", False))
+            added = [(f"\n{text}\n" if pieces and pieces[-1][1] else f"{text}\n", False)]
+        pieces += added
+        if asked:
+            asked[-1]["content"] += "".join(piece for piece, _ in added)
     if not any(written for _, written in pieces):
         raise UnusableChatError("no message of the assistant")
     return [
         ("".join(text for text, _ in group), written)
         for written, group in itertools.groupby(pieces, key=lambda piece: piece[1])
     ]
+
+
+def _template_piece(
+    apply_chat_template: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message],
+    pieces: Sequence[tuple[str, bool]],
+) -> str:
+    """Return what the template adds to the pieces that are there."""
+    try:
+        whole = apply_chat_template(messages)
+    except ValueError as error:
+        raise UnusableChatError(f"the chat template refuses the messages: {error}") from None
+    so_far = "".join(text for text, _ in pieces)
+    if not whole.startswith(so_far):
+        raise UnusableChatError("the chat template writes earlier messages in another way")
+    return whole[len(so_far) :]
 
 
 def _role_and_text(message: Any) -> tuple[str, str]:

@@ -104,6 +104,51 @@ def test_roles_say_who_wrote_what():
     ]
 
 
+def chatml(messages):
+    """A chat template like Qwen's."""
+    if messages[0]["role"] == "system" and messages[0]["content"] == "refused":
+        raise ValueError("no system")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return f"{text}<|im_start|>assistant\n"
+
+
+def test_chat_models_get_their_template_and_trained_message_ends():
+    row = {"messages": [{"role": "system", "content": "Be brief."}, *ROLES["messages"]]}
+    form = {"observation_tag": "interpreter", "render_tool": "[{}]".format}
+    asked = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    # Inside a message, as the retool format has it.
+    found = chat_segments(row, **form, apply_chat_template=chatml)
+    assert found == [
+        (asked, False),
+        ("<code>print(6 * 7)</code>", True),
+        ("[42]", False),
+        ("<answer>42</answer>", True),
+        ("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Yes.", True),
+    ]
+    # A message a turn, as the qwen format has it.
+    found = chat_segments(row, **form, apply_chat_template=chatml, end="<|im_end|>")
+    assert found[:4] == [
+        (asked, False),
+        ("<code>print(6 * 7)</code><|im_end|>", True),
+        ("[42]", False),
+        ("<answer>42</answer><|im_end|>", True),
+    ]
+    assert found[4:] == [
+        ("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Yes.<|im_end|>", True),
+    ]
+    forgetful = lambda messages: f"[{len(messages)}]"
+    with pytest.raises(UnusableChatError, match="in another way"):
+        chat_segments(row, **form, apply_chat_template=forgetful)
+    row["messages"][0]["content"] = "refused"
+    with pytest.raises(UnusableChatError, match="refuses the messages: no system"):
+        chat_segments(row, **form, apply_chat_template=chatml)
+
+
 def chat(answer, role="assistant"):
     return {"messages": [{"role": "user", "content": "Q?"}, {"role": role, "content": answer}]}
 
