@@ -99,6 +99,10 @@ def read_questions(
             raise DataError(f"{path}: the file holds no questions")
         if instructions == "strip":
             rows = _without_instructions(rows, path, note)
+        # Some publishers write a set several times over, for so many samples of each question.
+        repeats = len(rows) - len({str(row.question) for row in rows})
+        if repeats:
+            note(f"{path}: {repeats} of {len(rows)} questions repeat another one of the file")
         for row in rows:
             if row.prompt_id in places:
                 raise DataError(

@@ -324,6 +324,15 @@ def test_duplicate_ids_are_refused_with_both_places(tmp_path):
     assert f"{path}:1" in str(error.value) and f"{path}:3" in str(error.value)
 
 
+def test_repeated_questions_are_kept_and_said(tmp_path):
+    rows = [{"question": question, "answer": "1"} for question in "abab"]
+    path = tmp_path / "aime24.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = []
+    assert len(read_questions([path], note=notes.append)) == 4
+    assert notes == [f"{path}: 2 of 4 questions repeat another one of the file"]
+
+
 def test_files_of_one_name_need_names_of_their_own(tmp_path):
     paths = []
     for folder in ("one", "two"):
