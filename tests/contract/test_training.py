@@ -1,0 +1,183 @@
+"""Whole runs against servers that already run: both kinds, and two of which one dies.
+
+At staleness 0 every trained token was sampled by the weights in training, so that the gap between
+the log-probabilities of server and learner shows any sample of other weights.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import assembly
+import jax
+import pytest
+import run
+
+from copc_jax import hf, model
+from copc_jax.config import parse
+from copc_jax.metrics import read_metrics
+
+SGLANG_PYTHON = os.environ.get("COPC_SGLANG_PYTHON")
+BATCH, UPDATES = 8, 4
+TINY = [
+    "--task=search",
+    f"--batch-size={BATCH}",
+    "--critic-warmup-updates=1",
+    "--sft.updates=3",
+    "--sft.demonstrations=200",
+    "--tiny.vocab-size=1024",
+    "--tiny.hidden-size=32",
+    "--tiny.intermediate-size=32",
+    "--tiny.num-layers=1",
+    "--tiny.num-heads=2",
+    "--tiny.num-kv-heads=1",
+    "--eval.questions=4",
+    "--eval.final-questions=4",
+    "--rollout.slots=8",
+    "--rollout.max-in-flight=8",
+    "--rollout.timeout-seconds=60",
+]
+# Float32 on both sides.
+SAME = 1e-3
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return parse([*TINY, f"--cache-dir={tmp_path_factory.mktemp('cache')}"])
+
+
+@pytest.fixture(scope="module")
+def folder(config, tmp_path_factory):
+    """What servers start with: other weights than those that any run publishes."""
+    parts = assembly.build(config)
+    folder = tmp_path_factory.mktemp("start") / "model"
+    params = model.init(jax.random.key(99), parts.model)
+    hf.save_hf(folder, params, parts.model, tokenizer_json=parts.tokenizer.to_str())
+    return folder
+
+
+def launch(config, folder, log_file, kind):
+    if kind == "sglang":
+        if not SGLANG_PYTHON:
+            pytest.skip("COPC_SGLANG_PYTHON names no Python that has SGLang")
+        settings = {"launch": "sglang", "sglang_python": SGLANG_PYTHON, "sglang_device": "cpu"}
+        rollout = dataclasses.replace(config.rollout, **settings)
+        config = dataclasses.replace(config, rollout=rollout)
+    server = assembly.launch(config, folder, log_file)
+    assert server is not None
+    return server
+
+
+def command(config, run_dir, servers, *more):
+    urls = [server.url for server in servers]
+    options = [f"--cache-dir={config.cache_dir}", f"--run-dir={run_dir}", "--rollout.urls", *urls]
+    return [sys.executable, run.__file__, *TINY, *options, *map(str, more)]
+
+
+def train(config, run_dir, servers, *more):
+    return subprocess.run(
+        command(config, run_dir, servers, *more), capture_output=True, text=True, timeout=550
+    )
+
+
+@pytest.fixture(params=["embedded", "sglang"])
+def server(request, config, folder, tmp_path):
+    with launch(config, folder, tmp_path / "server.log", request.param) as server:
+        yield server
+
+
+def test_a_run_trains_on_what_either_server_samples(config, server, tmp_path):
+    done = train(config, tmp_path / "run", [server], f"--updates={UPDATES}", "--staleness=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, UPDATES + 1))
+    assert 0 <= first["eval/em"] <= 1
+    for row in rows:
+        assert 0 <= row["reward/mean"] <= 1
+        assert sum(row["lag/trajectory_histogram"]) == BATCH and row["lag/max"] <= 1
+        assert row["rollout/failed"] == 0
+    gaps = [row for row in rows if "rollout/logprob_gap_mean" in row]
+    assert gaps and gaps[0]["step"] == 1
+    for row in gaps:
+        names = ("mean", "p95", "max")
+        mean, p95, largest = (row[f"rollout/logprob_gap_{name}"] for name in names)
+        assert 0 <= mean <= largest < SAME and p95 <= largest
+        assert row["rollout/logprob_gap_tokens"] <= row["batch/action_tokens"]
+
+
+def test_a_gap_past_the_limit_ends_the_run_with_its_likely_causes(config, folder, tmp_path):
+    with launch(config, folder, tmp_path / "server.log", "embedded") as server:
+        limit = "--rollout.logprob-gap-limit=1e-12"
+        done = train(config, tmp_path / "run", [server], "--updates=2", limit)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("error at update")]
+    assert "rollout.logprob_gap_limit" in said and "precision" in said and "stale" in said
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def information(server):
+    with urllib.request.urlopen(server.url + "/server_info", timeout=30.0) as answer:
+        return json.load(answer)["internal_states"][0]
+
+
+def test_one_of_two_servers_dies_and_comes_back(config, folder, tmp_path):
+    """Every batch stays whole, and no token is of weights other than those in training."""
+    run_dir, said = tmp_path / "run", tmp_path / "said"
+
+    def wait_for(what, seconds=200.0):
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert running.poll() is None and time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+
+    def steps():
+        # The log of a run that is starting is not there yet.
+        with contextlib.suppress(FileNotFoundError):
+            return len(read_metrics(run_dir))
+        return 0
+
+    with (
+        launch(config, folder, tmp_path / "one.log", "embedded") as one,
+        launch(config, folder, tmp_path / "other.log", "embedded") as other,
+        said.open("w") as output,
+    ):
+        running = subprocess.Popen(
+            command(config, run_dir, [one, other], "--updates=100000", "--staleness=0"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            wait_for(lambda: steps() > 3)
+            os.kill(one.process.pid, signal.SIGKILL)
+            wait_for(lambda: "unhealthy" in said.read_text())
+            dead = steps()
+            wait_for(lambda: steps() > dead + 2)
+            one.restart()
+            wait_for(lambda: "readmitted" in said.read_text())
+            back = steps()
+            wait_for(lambda: steps() > back + 2)
+            running.send_signal(signal.SIGINT)
+            assert running.wait(60) == 130, said.read_text()
+        finally:
+            running.kill()
+            running.wait()
+        servers = [information(server) for server in (one, other)]
+    _, *rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    for row in rows:
+        assert row["lag/trajectory_histogram"] == [BATCH]
+        assert row["rollout/logprob_gap_tokens"] == row["batch/action_tokens"]
+        assert row["rollout/logprob_gap_max"] < SAME
+        assert row["rollout/lost"] == 0
+    # The one that came back had forgotten its weights: it works again, with the others' version.
+    assert servers[0]["weight_version"] == servers[1]["weight_version"]
+    assert int(servers[0]["weight_version"]) >= rows[-1]["step"]
+    assert servers[0]["tokens_sampled"] > 0
