@@ -79,6 +79,7 @@ def test_flags_reach_their_fields(spelling):
         (["--batch-size=16", "--samples-per-prompt=3"], "samples_per_prompt"),
         (["--samples-per-prompt=0"], "samples_per_prompt"),
         (["--method=dapo"], "samples_per_prompt"),
+        (["--method=sao", "--samples-per-prompt=2"], "samples_per_prompt"),
         (["--method=areal", "--staleness=0"], "minibatches"),
         (["--method=gspo", "--samples-per-prompt=4", "--truncated=bootstrap"], "critic"),
         (["--mesh.data=3"], "mesh.data"),
