@@ -350,14 +350,17 @@ def _math(config: RunConfig) -> Environment:
         names = zip(("code", "interpreter", "answer"), settings.tags.split(","), strict=True)
         form = dataclasses.replace(form, **dict(names))
     form = dataclasses.replace(form, max_calls=settings.max_calls)
-    train, held_out = problems.build_problems(
-        problems.MathProblemsConfig(_problem_sources(config), settings.train, settings.held_out),
-        seed=0,
+    wanted = problems.MathProblemsConfig(
+        _problem_sources(config), settings.train, settings.held_out
     )
+    # With questions from files they are needed for a warm start only, and take seconds to make.
+    built = functools.cache(lambda: problems.build_problems(wanted, seed=0))
     asked, held_out_asked = questions(
         config,
-        [problem.to_prompt() for problem in train],
-        [problem.to_prompt() for problem in held_out],
+        *(
+            [problem.to_prompt() for problem in split]
+            for split in (((), ()) if config.data.train else built())
+        ),
     )
     sandbox = _sandbox(config)
     verifier = Verifier(settings.processes)
@@ -373,7 +376,7 @@ def _math(config: RunConfig) -> Environment:
             shown = _sandbox(config)
             try:
                 yield from problems.demonstrations(
-                    train,
+                    built()[0],
                     **texts,
                     render_result=lambda text: math.render_results(form, [text]),
                     run=lambda code: runner.run(shown.run(code)).text,
@@ -396,7 +399,7 @@ def _math(config: RunConfig) -> Environment:
         ),
         train=asked,
         held_out=held_out_asked,
-        texts=lambda: problems.tokenizer_texts(train[:2000], **texts),
+        texts=lambda: problems.tokenizer_texts(built()[0][:2000], **texts),
         tags=(*form.texts, "\\boxed{"),
         demonstrations=demonstrations,
         tools=(sandbox, _closing(verifier)),
