@@ -166,6 +166,11 @@ def prompt_iterator(
                 len(prompts),
                 max_prompt_tokens,
             )
+        if prompts and not kept:
+            raise ValueError(
+                f"all {len(prompts)} prompts have more than {max_prompt_tokens} tokens, half of "
+                "rollout.max_tokens: raise it, or take a shorter format"
+            )
         prompts = kept
     return PromptIterator(
         prompts, seed=seed, process_index=process_index, process_count=process_count

@@ -102,5 +102,7 @@ def test_long_prompts_are_left_out_and_counted(caplog):
         )
     assert ids(iterator, 3) == ["short"] * 3
     assert "left out 1 of 2 prompts with more than 10 tokens" in caplog.text
+    with pytest.raises(ValueError, match=r"all 1 prompts.*rollout\.max_tokens"):
+        data.prompt_iterator(prompts[1:], 0, max_prompt_tokens=10, encode=lambda p: p.token_ids)
     with pytest.raises(ValueError, match="needs encode"):
         data.prompt_iterator(prompts, 0, max_prompt_tokens=10)
