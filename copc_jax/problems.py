@@ -1,4 +1,4 @@
-"""Math problems: generated without end, read from anywhere, mixed, and shown being solved.
+"""Math problems: generated without end, mixed by weights, and shown being solved.
 
 Problems come from reasoning-gym's generators, whose numbers are drawn by seed. The default mixture
 needs the tool: products, sums, multiples and expressions of three-digit numbers are beyond a small
@@ -242,44 +242,6 @@ def _apportion(count: int, weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: count - sum(parts)]:
         parts[i] += 1
     return parts
-
-
-def mix(
-    sources: Mapping[str, Sequence[Problem]], weights: Mapping[str, float], seed: int
-) -> list[Problem]:
-    """Return the largest mixture in which shares follow the weights and no problem repeats.
-
-    Args:
-        sources: problems by name, generated or read from files.
-        weights: share of each name, relative to the others.
-        seed: seed of the choice and of the order.
-
-    Raises:
-        ValueError: names that differ, a weight that is not positive, an empty source, or a problem
-            id that two sources share.
-    """
-    if set(sources) != set(weights) or not sources:
-        raise ValueError(
-            f"weights are for {sorted(weights)}, problems for {sorted(sources)}: name the same, "
-            "and at least one"
-        )
-    for name, problems in sources.items():
-        if not 0 < weights[name] < float("inf"):
-            raise ValueError(f"the weight of {name} must be more than 0, not {weights[name]}")
-        if not problems:
-            raise ValueError(f"source {name} has no problems")
-    total = sum(weights.values())
-    size = min(len(problems) * total / weights[name] for name, problems in sources.items())
-    rng = random.Random(seed)
-    mixed: list[Problem] = []
-    for name, problems in sources.items():
-        # A small share is rounded up to one problem; the tolerance keeps whole numbers whole.
-        share = max(1, int(size * weights[name] / total + 1e-9))
-        mixed += rng.sample(list(problems), share)
-    if len({problem.problem_id for problem in mixed}) < len(mixed):
-        raise ValueError("problem ids must be unique over all sources: put the name in front")
-    rng.shuffle(mixed)
-    return mixed
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from copc_jax.problems import (
     ProblemSource,
     build_problems,
     demonstrations,
-    mix,
     tokenizer_texts,
 )
 from copc_jax.tasks.verify import check_gold, extract_boxed, math_reward
@@ -137,32 +136,6 @@ def test_wrong_sources_are_refused_with_the_right_ones():
             build_problems(MathProblemsConfig(sources, train=200, held_out=10), seed=0)
 
 
-def numbered(name, count):
-    return [Problem(f"{name}-{i}", f"{name} {i}?", str(i), name) for i in range(count)]
-
-
-def test_mixtures_follow_their_weights_without_repeats():
-    sources = {"a": numbered("a", 90), "b": numbered("b", 100)}
-    mixed = mix(sources, {"a": 3, "b": 1}, seed=0)
-    assert Counter(problem.source for problem in mixed) == {"a": 90, "b": 30}
-    assert len(set(mixed)) == 120
-    assert mixed == mix(sources, {"a": 3, "b": 1}, seed=0)
-    assert mixed != mix(sources, {"a": 3, "b": 1}, seed=1)
-
-
-def test_bad_mixtures_are_refused():
-    a = numbered("a", 3)
-    for sources, weights, message in (
-        ({"a": a}, {"b": 1.0}, "name the same"),
-        ({}, {}, "at least one"),
-        ({"a": a}, {"a": 0.0}, "weight of a"),
-        ({"a": a, "b": []}, {"a": 1.0, "b": 1.0}, "b has no problems"),
-        ({"a": a, "b": a}, {"a": 1.0, "b": 1.0}, "unique"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mix(sources, weights, seed=0)
-
-
 def test_demonstrations_compute_and_answer_what_was_printed(splits):
     golds = {problem.question + "\n": problem for problem in splits[0]}
     episodes = demonstrations(
@@ -216,7 +189,7 @@ def test_shares_of_demonstrations(splits):
 
 def test_demonstrations_need_code_and_shares():
     with pytest.raises(ValueError, match="no problem has code"):
-        next(demonstrations(numbered("a", 3), **FORMAT, run=run))
+        next(demonstrations([Problem("a", "a?", "1", "a")], **FORMAT, run=run))
     problem = Problem("a", "1 + 1?", "2", "sums", "print(1 + 1)")
     with pytest.raises(ValueError, match="direct_share"):
         next(demonstrations([problem], **FORMAT, run=run, direct_share=1.5))
