@@ -112,6 +112,7 @@ class LossConfig:
 
 TargetsFunction = Callable[[LossConfig, Array, Array, Array, Array, Array], Returns]
 ActorLossFunction = Callable[..., tuple[Array, losses.Metrics]]
+RatioSource = Literal["behavior", "response", "proximal", "advantage", "none"]
 
 PAPER_REDUCE: Mapping[str, losses.Reduce] = {"search": "token", "math": "response"}
 
@@ -130,6 +131,10 @@ class Method:
         token_mask: `(config, policy_logprob, behavior_logprob, advantage, is_action) -> bool` of
             the tokens that the actor's loss keeps, where that choice looks at the whole batch: it
             is made once, and the loss takes it as `kept`.
+        ratio: what corrects the actor for the policy that sampled: "behavior", each token's ratio
+            to what the server recorded; "response", that of whole responses; "proximal", clips
+            against the learner before the batch and weighs by its ratio to behavior; "advantage",
+            a ratio that the advantage holds already; "none".
         reduce: mean of the actor and critic losses, by task.
         samples_per_prompt: least number of responses to a prompt.
         max_samples_per_prompt: largest, None for no bound.
@@ -141,7 +146,6 @@ class Method:
         value_clip: the critic's loss is clipped.
         whiten: advantages are whitened over the batch after the returns.
         minibatches: actor updates a batch, each on its own part.
-        needs_proximal: the loss reads `proximal_logprob`, the learner's before the batch.
         warmup_updates: the actor's learning-rate warm-up that the method prescribes, in updates, by
             task: the default of its runs.
         learning_rate_scale: `(config, metrics) -> factor` of the actor's step, from the metrics as
@@ -154,6 +158,7 @@ class Method:
     returns: TargetsFunction
     loss: ActorLossFunction
     token_mask: Callable[[LossConfig, Array, Array, Array, Array], Array] | None = None
+    ratio: RatioSource = "behavior"
     reduce: Mapping[str, losses.Reduce] = dataclasses.field(default_factory=lambda: PAPER_REDUCE)
     samples_per_prompt: int = 1
     max_samples_per_prompt: int | None = None
@@ -164,7 +169,6 @@ class Method:
     value_clip: bool = True
     whiten: bool = True
     minibatches: int = 1
-    needs_proximal: bool = False
     warmup_updates: Mapping[str, int] = dataclasses.field(default_factory=dict)
     learning_rate_scale: Callable[[LossConfig, losses.Metrics], Array] | None = None
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -473,8 +477,8 @@ _ROWS = (
         paper="AReaL's decoupled PPO, arXiv 2505.24298",
         returns=_gae,
         loss=_decoupled_loss,
+        ratio="proximal",
         minibatches=2,
-        needs_proximal=True,
         warmup_updates={"search": 25},
     ),
     Method(
@@ -482,6 +486,7 @@ _ROWS = (
         paper="V-trace, arXiv 1802.01561",
         returns=_vtrace_returns,
         loss=_vtrace_loss,
+        ratio="advantage",
         value_clip=False,
         whiten=False,
     ),
@@ -502,6 +507,7 @@ _ROWS = (
         paper="VCPO, arXiv 2602.17616, with the group's plain mean as baseline",
         returns=_outcome,
         loss=_vcpo_loss,
+        ratio="response",
         reduce=_RESPONSE,
         learning_rate_scale=_vcpo_learning_rate_scale,
         **_GROUP,
@@ -519,6 +525,7 @@ _ROWS = (
         paper="GSPO, arXiv 2507.18071",
         returns=_outcome,
         loss=_gspo_loss,
+        ratio="response",
         reduce=_RESPONSE,
         **_GROUP,
     ),
@@ -535,20 +542,21 @@ _ROWS = (
         paper="truncated importance sampling (fengyao.notion.site/off-policy-rl) on PPO",
         returns=_gae,
         loss=_tis_loss,
-        needs_proximal=True,
+        ratio="proximal",
     ),
     Method(
         name="icepop",
         paper="IcePop (ringtech) on PPO",
         returns=_gae,
         loss=_icepop_loss,
-        needs_proximal=True,
+        ratio="proximal",
     ),
     Method(
         name="reinforce",
         paper="REINFORCE (Williams, 1992) with the batch mean as baseline, no correction",
         returns=_gae,
         loss=_reinforce_loss,
+        ratio="none",
         critic=False,
     ),
 )

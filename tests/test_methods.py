@@ -112,6 +112,36 @@ def test_rows_that_share_mathematics_agree_and_the_rest_do_not():
                 assert abs(values[a] - values[b]) > 1e-6, (a, b)
 
 
+def gradient(name, **changed):
+    """Of the actor's loss by the log-probability of each token."""
+    arrays = BATCH | changed
+
+    def run(policy):
+        rest = [arrays[key] for key in ("behavior", "proximal", "advantage", "is_action")]
+        return METHODS[name].actor_loss(CONFIG, policy, *rest, reduce="token")[0]
+
+    return np.asarray(jax.jit(jax.grad(run))(arrays["policy"]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_ratio_of_a_row_is_what_its_loss_reads(name):
+    ratio, before = METHODS[name].ratio, gradient(name)
+    away = 0.3 * jnp.sin(jnp.arange(ROWS * TIME)).reshape(ROWS, TIME)
+    for key, readers in (
+        ("behavior", ("behavior", "response", "proximal")),
+        ("proximal", ("proximal",)),
+    ):
+        after = gradient(name, **{key: BATCH[key] + away})
+        assert (np.abs(after - before).max() > 1e-6) == (ratio in readers), key
+    # One token of a response tells on the others only where the ratio is the response's.
+    token = int(np.argmax(np.asarray(BATCH["is_action"][0])))
+    after = gradient(name, behavior=BATCH["behavior"].at[0, token].add(0.01))
+    others = np.delete(np.abs(after - before)[0], token)
+    assert (others.max() > 1e-6) == (ratio == "response")
+    # What V-trace's loss does not read is in its advantages.
+    assert (name == "vtrace") == (ratio == "advantage")
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_have_their_returns(name):
     row = METHODS[name]
@@ -237,7 +267,6 @@ def test_how_batches_are_formed():
         assert row.whiten == (not row.group and name != "vtrace"), name
         assert row.minibatches == (2 if name == "areal" else 1), name
         assert row.critic_steps == (2 if name == "sao" else 1), name
-        assert row.needs_proximal == (name in ("areal", "tis", "icepop")), name
         assert row.dynamic_sampling == (name == "dapo"), name
         assert row.max_samples_per_prompt == (1 if name == "sao" else None), name
         assert row.value_clip == (name not in ("vtrace", "retrace")), name
