@@ -133,7 +133,7 @@ class Run:
         host: dict[str, Any] = {}
         if resumed is None:
             folder = sft.warm_start(config, self.parts)
-            actor, _ = hf.load_hf(folder)
+            actor, _ = hf.load_hf(folder, shardings=self.learner.state_sharding.actor)
             self.state = self.learner.init(actor)
         else:
             self.state, host = self._restore(checkpoints, resumed)

@@ -80,7 +80,8 @@ def train(config: RunConfig, parts: assembly.Parts) -> model.Params:
             out_shardings=sharding.parameter_shardings(mesh, parts.model),
         )(jax.random.key(config.seed))
     else:
-        params, _ = hf.load_hf(parts.folder)
+        shardings = sharding.parameter_shardings(mesh, parts.model)
+        params, _ = hf.load_hf(parts.folder, shardings=shardings)
     optimizer_state = init_optimizer(params)
     batches = demonstration_batches(config, parts)
     columns = (

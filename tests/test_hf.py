@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken
 
-from copc_jax import data, hf, model
+from copc_jax import data, hf, model, sharding
 from copc_jax.model import ModelConfig, RopeScaling
 
 LLAMA = ModelConfig(
@@ -207,6 +207,18 @@ def test_weights_go_straight_to_their_shardings(tmp_path):
     shardings = jax.tree.map(lambda _: device, random_params(LLAMA))
     params, _ = hf.load_hf(tmp_path / "model", shardings=shardings)
     assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {device}
+
+
+@each_config
+def test_weights_are_split_as_the_learner_wants_them(config, tmp_path):
+    hf.save_hf(tmp_path / "model", random_params(config), config, max_shard_bytes=1000)
+    for head in ("lm", "value"):
+        wanted = sharding.parameter_shardings(sharding.make_mesh(2, 2), config, head)
+        params, _ = hf.load_hf(tmp_path / "model", head=head, shardings=wanted)
+        assert jax.tree.map(lambda leaf: leaf.sharding, params) == wanted
+        whole, _ = hf.load_hf(tmp_path / "model", head=head)
+        assert_equal(params, whole)
+    assert params["embed"].addressable_shards[0].data.shape == (5, 4)
 
 
 def test_other_files_come_along_and_a_second_save_replaces_the_first(tmp_path):
