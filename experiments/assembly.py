@@ -188,11 +188,12 @@ def model_folder(config: RunConfig) -> Path | None:
         return folder
     folder = config.cache_dir / gguf.SMOLLM2
     if not (folder / "config.json").exists():
+        file = gguf.smollm2_file()
         columns = (TextColumn(f"converting {gguf.SMOLLM2}, once"), BarColumn())
         with Progress(*columns, TextColumn("{task.completed}/{task.total} tensors")) as progress:
             bar = progress.add_task("", total=None)
             gguf.convert(
-                gguf.smollm2_file(),
+                file,
                 folder,
                 progress=lambda done, total: progress.update(bar, completed=done, total=total),
             )
