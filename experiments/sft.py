@@ -49,6 +49,13 @@ def warm_start(config: RunConfig, parts: assembly.Parts) -> Path:
     if (folder / "config.json").exists():
         print(f"warm start: {folder} (cached)")
         return folder
+    train_into(folder, config, parts)
+    print(f"warm start: {folder}")
+    return folder
+
+
+def train_into(folder: Path, config: RunConfig, parts: assembly.Parts) -> None:
+    """Train on demonstrations and write the HF folder."""
     params = train(config, parts)
     hf.save_hf(
         folder,
@@ -60,8 +67,6 @@ def warm_start(config: RunConfig, parts: assembly.Parts) -> Path:
             "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
         },
     )
-    print(f"warm start: {folder}")
-    return folder
 
 
 def train(config: RunConfig, parts: assembly.Parts) -> model.Params:
@@ -203,7 +208,7 @@ def read_corpus(
     Raises:
         ValueError: an unreadable file, or no chat that can be trained on.
     """
-    form = _form(parts)
+    form = _form(config, parts)
     end = _end_of_text(parts)
     chats: list[list[data.Segment]] = []
     dropped: dict[str, list[str]] = {}
@@ -215,7 +220,7 @@ def read_corpus(
             except datasets.UnusableChatError as error:
                 dropped.setdefault(str(error), []).append(where)
                 continue
-            if end and chat[-1][1]:
+            if end and chat[-1][1] and not chat[-1][0].endswith(end):
                 chat[-1] = (chat[-1][0] + end, True)
             encoded = encode(chat, parts.tokenizer, name=where)
             if len(encoded.token_ids) > config.rollout.max_tokens:
@@ -234,8 +239,8 @@ def read_corpus(
     return chats, total
 
 
-def _form(parts: assembly.Parts) -> dict[str, Any]:
-    """How the task writes what tools return, as `datasets.chat_segments` takes it."""
+def _form(config: RunConfig, parts: assembly.Parts) -> dict[str, Any]:
+    """How episodes write prompts and what tools return, as `datasets.chat_segments` takes it."""
     task: Any = parts.task
     if isinstance(task, search.SearchTask):
         inside = task.config.tags.information
@@ -245,7 +250,14 @@ def _form(parts: assembly.Parts) -> dict[str, Any]:
         render = lambda text: math_task.render_results(task.config, [text])
     names = (re.fullmatch(r"<([\w-]+)>", text) for text in parts.environment.tags)
     tags = [match[1] for match in names if match]
-    return {"observation_tag": inside, "render_tool": render, "tags": tags}
+    form: dict[str, Any] = {"observation_tag": inside, "render_tool": render, "tags": tags}
+    name = getattr(config, config.task).format
+    if parts.folder is not None and name != "short":
+        form["apply_chat_template"] = hf.chat_template(parts.folder)
+    if name == "qwen":
+        # Each turn is a message, and the model writes its end.
+        form["end"] = task.config.stop[0]
+    return form
 
 
 def _end_of_text(parts: assembly.Parts) -> str:
@@ -287,22 +299,6 @@ def prepare_corpus(
         dataclasses.replace(config, sft=warm),
         dataclasses.replace(parts, environment=environment),
     )
-
-
-def train_on_corpus(folder: Path, config: RunConfig, parts: assembly.Parts) -> None:
-    """Train on what `prepare_corpus` read and write the HF folder."""
-    params = train(config, parts)
-    hf.save_hf(
-        folder,
-        params,
-        parts.model,
-        tokenizer_json=parts.tokenizer.to_str(),
-        extra_files={
-            **side_files(parts),
-            "sft.json": json.dumps(dataclasses.asdict(config.sft), indent=2),
-        },
-    )
-    print(f"trained model: {folder}")
 
 
 def side_files(parts: assembly.Parts) -> dict[str, str]:
@@ -347,7 +343,8 @@ def main(arguments: list[str] | None = None) -> Path:
     if folder is None:
         folder = warm_start(config, parts)
     else:
-        train_on_corpus(folder, config, parts)
+        train_into(folder, config, parts)
+        print(f"trained model: {folder}")
     print(f"{time.monotonic() - started:.0f} s")
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 import sft
 from pyarrow import parquet
 
-from copc_jax import hf
+from copc_jax import hf, model
 from copc_jax.config import parse
 from copc_jax.datasets import UnusableChatError, chat_segments
 
@@ -221,6 +221,27 @@ def test_masks_survive_packing(parts, tmp_path):
     assert "<information> secret" in untrained and "word" not in untrained
     count = int(batch.segment_ids.max(axis=1).sum())
     assert trained.count("</answer>") == count == untrained.count("Q?") > 2
+
+
+def test_a_chat_models_corpus_is_written_in_its_template(parts, tmp_path):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    folder = tmp_path / "chat"
+    hf.save_hf(
+        folder,
+        jax.jit(lambda key: model.mimetic_init(key, parts.model))(jax.random.key(0)),
+        parts.model,
+        tokenizer_json=parts.tokenizer.to_str(),
+        extra_files={"chat_template.jinja": template},
+    )
+    config = parse(flags(tmp_path, f"--model={folder}", "--search.format=long"))
+    corpus = [write(tmp_path / "a.jsonl", [found("thing", "secret", "word")])]
+    (pieces,), _ = sft.read_corpus(corpus, config, assembly.build(config))
+    assert pieces[0] == ("[user]Q?[assistant]", False)
+    assert pieces[1] == ("<search> thing</search>", True)
+    assert pieces[-1][0].startswith("<answer> word</answer>") and pieces[-1][1]
 
 
 def main(arguments):
