@@ -502,12 +502,17 @@ def client(
 def budget(config: RunConfig) -> EpisodeBudget:
     """Limits of one episode."""
     rollout = config.rollout
-    return EpisodeBudget(
+    limits = EpisodeBudget(
         max_turns=rollout.max_turns,
         max_tokens=rollout.max_tokens,
         max_new_tokens=rollout.max_new_tokens,
         max_observation_tokens=rollout.max_observation_tokens,
     )
+    if config.task == "math":
+        # Sandboxes end each call themselves. How long it waits for the calls of other episodes
+        # before says nothing about the policy, which must not read of it.
+        limits = dataclasses.replace(limits, tool_timeout_s=float("inf"))
+    return limits
 
 
 def enter_tools(collector: Collector, parts: Parts) -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 
+import assembly
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import ScriptedServer, Tokens
 
 from copc_jax import data
+from copc_jax.config import parse
 from copc_jax.rollout.client import SamplingParams, SGLangClient
 from copc_jax.rollout.episode import CUT_MARKER, EpisodeBudget, EpisodeFailed, Task, run_episode
 from copc_jax.tasks.math import (
@@ -105,6 +107,13 @@ def score(tokenizer, verifier, turns, config=SHORT, prompt=PROMPT, **info):
         ("<code>  x = 1\n  print(x)</code>", ["x = 1\nprint(x)"], False),
         ("<code>\n```python\nprint(1)\n```\n</code>", ["print(1)"], False),
         ("<code>```python\nold\n```\nno:\n```python\nnew\n```</code>", ["new"], False),
+        ("<code>\n```\nprint(1)\n```\n</code>", ["print(1)"], False),
+        ("<code>\n```py\nprint(1)\n```\n</code>", ["print(1)"], False),
+        ("<code>\n  ```Python3\n  print(1)\n  ```\n</code>", ["print(1)"], False),
+        ("<code>\r\n```python\r\nprint(1)\r\n```\r\n</code>", ["print(1)"], False),
+        ("<code>\n```python\nprint('```')\n```\n</code>", ["print('```')"], False),
+        ("<code>print('```')</code>", ["print('```')"], False),
+        ("<code>\n```python\nprint(1)\n</code>", ["print(1)"], False),
         (ANSWER, [], True),
         ("<answer>5535</answer>", [], True),
         (r"so \boxed{5535}.", [], True),
@@ -529,6 +538,16 @@ def test_a_flood_of_output_is_cut_masked_and_within_the_budget(tokenizer, verifi
     sampled = trajectory.token_ids[trajectory.is_action].tolist()
     assert tokenizer.decode(sampled) == "".join(turns)
     assert trajectory.reward == 1.0 and trajectory.info["limits"] == 1.0
+
+
+def test_waiting_for_the_sandbox_is_no_fault_that_the_policy_reads(tokenizer, verifier):
+    limit = assembly.budget(parse(["--task=math"])).tool_timeout_s
+    turns = ["<code>while True: pass</code>", ANSWER]
+    trajectory = episode(tokenizer, verifier, turns, tool_timeout_s=limit)
+    assert trajectory.reward == 1.0 and "tool_errors" not in trajectory.info
+    assert trajectory.info["limits"] == 1.0
+    # Longer than all episodes in flight could make one wait.
+    assert limit > 1e6
 
 
 def test_code_in_a_turn_that_was_cut_is_not_run(tokenizer, verifier):

@@ -234,11 +234,17 @@ def parse_turn(text: str, config: MathConfig = FORMATS["short"]) -> tuple[list[C
     return [], bool(ends)
 
 
+# A fence begins a line, or the text; backquotes within a line of code are code.
+_FENCED = re.compile(
+    r"(?:^[ \t]*|\A\s*)```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+
+
 def _parse_code(text: str) -> Call:
     """Read what stands in a code tag: the last fenced block, or without any the whole text."""
-    _, fence, fenced = text.rpartition("```python")
-    code = fenced.partition("```")[0] if fence else text
-    code = textwrap.dedent(code).strip()
+    fenced = _FENCED.findall(text.replace("\r\n", "\n"))
+    code = textwrap.dedent(fenced[-1] if fenced else text).strip()
     return Call(code) if code else Call("", "the code is empty")
 
 
