@@ -31,6 +31,7 @@ def install(folder: Path) -> Path:
     Raises:
         SystemExit: with what failed and what would help.
     """
+    folder = folder.resolve()
     python = folder / "bin" / "python"
     stamp = folder / "complete"
     contents = hashlib.sha256(REQUIREMENTS.read_bytes() + STAND_INS.read_bytes()).hexdigest()
@@ -39,7 +40,7 @@ def install(folder: Path) -> Path:
     started = time.monotonic()
     _say(f"making {folder}")
     stamp.unlink(missing_ok=True)
-    _run([_interpreter(), "-m", "venv", "--clear", str(folder)])
+    subprocess.run([_interpreter(), "-m", "venv", "--clear", str(folder)], check=True)
     count = len(REQUIREMENTS.read_text().splitlines()) - 1
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
     command = [*pip, "--no-deps", "--progress-bar", "off", "-r", str(REQUIREMENTS)]
@@ -62,11 +63,12 @@ def install(folder: Path) -> Path:
     site = folder / f"lib/python{PYTHON[0]}.{PYTHON[1]}/site-packages"
     shutil.copy(STAND_INS, site)
     (site / "sglang_stand_ins.pth").write_text("import sglang_stand_ins\n")
-    cuda = _run([str(python), "-c", "import torch; print(torch.version.cuda)"])
-    if cuda.strip() != "None":
+    # A torch for CUDA names its version, or does not even load without CUDA's libraries.
+    asked = "import torch; assert torch.version.cuda is None"
+    if subprocess.run([str(python), "-c", asked], capture_output=True, check=False).returncode:
         raise SystemExit(
-            f"pip took a torch for CUDA {cuda.strip()}; name an index with CPU builds, such as "
-            "PyTorch's own, in PIP_EXTRA_INDEX_URL"
+            "pip found no CPU build of torch, only one for CUDA; name an index that has CPU "
+            "builds, such as PyTorch's own, in PIP_EXTRA_INDEX_URL, and run this again"
         )
     _say("compiling to bytecode")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -92,13 +94,6 @@ def _interpreter() -> str:
     if found is None:
         raise SystemExit(f"SGLang's environment needs {name}, which is not on PATH")
     return found
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def _say(text: str) -> None:
