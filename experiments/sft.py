@@ -256,7 +256,7 @@ def _form(config: RunConfig, parts: assembly.Parts) -> dict[str, Any]:
         form["apply_chat_template"] = hf.chat_template(parts.folder)
     if name == "qwen":
         # Each turn is a message, and the model writes its end.
-        form["end"] = task.config.stop[0]
+        form["end"] = parts.task.stop[0]
     return form
 
 
