@@ -291,13 +291,15 @@ class Evaluation:
             LaunchError: the server does not start.
             RolloutError: servers cannot be used; what has been sampled is kept.
         """
-        wanted = self.wanted()
-        if not wanted:
+        if not self.wanted():
             return
-        if self.records:
-            print(f"{len(self.records)} samples are there, {len(wanted)} are missing", flush=True)
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(_lock(self.out / SAMPLES_FILE))
+            # Another process may have written until now.
+            self.records = _read_samples(self.out / SAMPLES_FILE)
+            wanted = self.wanted()
+            if self.records:
+                print(f"{len(self.records)} samples are there, {len(wanted)} are missing")
             log = self.out / "server.log"
             server = assembly.launch(self.config, Path(self.config.model), log)
             if server is not None:
@@ -631,14 +633,12 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
 
 
 def _read_samples(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Read what is there; a last line that a kill cut short is taken off the file."""
+    """Read what is there; a last line that is not complete does not count."""
     records: dict[tuple[str, int], dict[str, Any]] = {}
     if not file.exists():
         return records
     content = file.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
     for number, line in enumerate(content[:whole].decode().split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
@@ -664,12 +664,16 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(file: Path) -> Iterator[TextIO]:
-    """Open a file to append to, which no second process may do meanwhile."""
+    """Open a file to append to, which no second process may do meanwhile.
+
+    A last line that a kill cut short is taken off.
+    """
     with file.open("a", encoding="utf-8") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise EvaluationError(f"{file.parent}: another process evaluates into it") from None
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
         yield handle
 
 

@@ -1,6 +1,7 @@
 """Evaluation through the command: real files, a real server, a model that knows some answers."""
 
 import csv
+import fcntl
 import json
 import pathlib
 import signal
@@ -187,6 +188,21 @@ def test_a_stopped_evaluation_asks_only_for_what_is_missing(
     # Once all is there, nothing is asked and no server is started.
     assert evaluate.main(arguments(model, files, cache, out)) == results
     assert not (out / "server.log").exists()
+
+
+def test_a_second_process_changes_nothing(undisturbed, model, files, cache, tmp_path, capsys):
+    whole, _ = undisturbed
+    out = tmp_path / "busy"
+    out.mkdir()
+    (out / "settings.json").write_text((whole / "settings.json").read_text())
+    text = (whole / "samples.jsonl").read_text()[:-30]  # The other is writing a line.
+    (out / "samples.jsonl").write_text(text)
+    with (out / "samples.jsonl").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as error:
+            evaluate.main(arguments(model, files, cache, out))
+    assert error.value.code == 2 and "another process" in capsys.readouterr().err
+    assert (out / "samples.jsonl").read_text() == text
 
 
 def test_a_scheduler_ends_it_in_order_and_it_goes_on(
