@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +375,7 @@ class Run:
 
         values |= metrics.lag_values(lag.tokens, lag.trajectories)
         values |= _episode_figures(trajectories)
+        values |= source_figures(trajectories, self._prompts)
         values |= {
             "batch/tokens": sum(part.tokens for part in packed),
             "batch/action_tokens": sum(part.action_tokens for part in packed),
@@ -615,6 +616,23 @@ class _Usage:
 def _varied(group: list[Trajectory]) -> bool:
     """Whether the rewards of a group differ: DAPO's dynamic sampling keeps only such groups."""
     return len({trajectory.reward for trajectory in group}) > 1
+
+
+def source_figures(
+    trajectories: Sequence[Trajectory], prompts: Mapping[str, Prompt]
+) -> dict[str, float]:
+    """Mean reward and number of a batch's episodes for each source, where there are several."""
+    if len({prompt.source for prompt in prompts.values()}) < 2:
+        return {}
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        source = prompts[trajectory.prompt_id].source
+        rewards.setdefault(source, []).append(trajectory.reward)
+    return {
+        f"source/{source}/{name}": value
+        for source, found in sorted(rewards.items())
+        for name, value in (("reward", float(np.mean(found))), ("episodes", float(len(found))))
+    }
 
 
 def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:

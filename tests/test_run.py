@@ -212,6 +212,13 @@ def test_a_math_run_writes_and_runs_code(cache, tmp_path):
     # The warm start has learned to open a code tag, if not yet what to write in it.
     assert sum(row["task/calls"] + row["task/failed_calls"] for row in rows[1:]) > 0
     assert all(row["reward/mean"] == row["reward/accuracy"] for row in rows[1:])
+    # The sources of a batch together are the batch.
+    for row in rows[1:]:
+        names = [name.removesuffix("/episodes") for name in row if name.endswith("/episodes")]
+        assert names and all(name.startswith("source/") for name in names)
+        total = sum(row[f"{name}/reward"] * row[f"{name}/episodes"] for name in names)
+        count = sum(row[f"{name}/episodes"] for name in names)
+        assert total / count == pytest.approx(row["reward/mean"])
 
 
 @pytest.mark.parametrize(
