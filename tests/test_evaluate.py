@@ -426,7 +426,7 @@ def test_the_interval_holds_the_truth_about_19_times_of_20(hardness):
     truth = hardness[0] / sum(hardness)
     held = []
     for _ in range(2000):
-        means = rng.binomial(8, rng.beta(*hardness, size=40)) / 8
+        means = (rng.binomial(8, rng.beta(*hardness, size=40)) / 8).tolist()
         low, high = evaluate.clustered_interval(means, 8)
         held.append(low <= truth <= high)
     assert 0.92 < np.mean(held) < 0.98
