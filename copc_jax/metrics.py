@@ -7,6 +7,8 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     reward/mean, reward/em    of the trained batch: mean reward, exact match (0 to 1); the math
                               task has accuracy where the search task has em, here and below
     task/*                    figures of the task, mean of an episode, such as searches
+    source/*/reward, episodes  mean reward and number of the batch's episodes of each source, where
+                              there are several
     lag/mean, p50, max        staleness of the batch's action tokens, in learner updates
     lag/histogram             list, number of action tokens at lag 0, 1, ...
     lag/trajectory_histogram  list, number of trajectories by the lag of their oldest action token
