@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,8 +78,9 @@ def launch(config, folder, log_file, kind):
 
 
 def command(config, run_dir, servers, *more):
-    urls = [server.url for server in servers]
-    options = [f"--cache-dir={config.cache_dir}", f"--run-dir={run_dir}", "--rollout.urls", *urls]
+    options = [f"--cache-dir={config.cache_dir}", f"--run-dir={run_dir}"]
+    if servers:
+        options += ["--rollout.urls", *(server.url for server in servers)]
     return [sys.executable, run.__file__, *TINY, *options, *map(str, more)]
 
 
@@ -121,6 +123,65 @@ def test_a_gap_past_the_limit_ends_the_run_with_its_likely_causes(config, folder
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("error at update")]
     assert "rollout.logprob_gap_limit" in said and "precision" in said and "stale" in said
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def router(workers, log_file):
+    """An sglang-router in front of two servers, when both have joined; gives its address."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        port, prometheus = one.getsockname()[1], other.getsockname()[1]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    options += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus)]
+    options += ["--worker-urls", *(worker.url for worker in workers)]
+    url = f"http://127.0.0.1:{port}"
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            [str(SGLANG_PYTHON), "-m", "sglang_router.launch_router", *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 120.0
+            joined = 0
+            while joined < len(workers):
+                assert process.poll() is None and time.monotonic() < deadline, log_file.read_text()
+                time.sleep(0.2)
+                # It listens before it knows its workers.
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"{url}/workers", timeout=10.0) as answer,
+                ):
+                    joined = sum(worker["is_healthy"] for worker in json.load(answer)["workers"])
+            yield url
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.skipif(not SGLANG_PYTHON, reason="COPC_SGLANG_PYTHON names no Python that has SGLang")
+def test_a_router_in_front_gives_both_servers_work_and_weights(config, folder, tmp_path):
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(launch(config, folder, tmp_path / f"{name}.log", "embedded"))
+            for name in ("one", "other")
+        ]
+        url = stack.enter_context(router(workers, tmp_path / "router.log"))
+        control = ["--rollout.control-urls", *(worker.url for worker in workers)]
+        options = ["--updates=3", "--staleness=0", "--rollout.urls", url, *control]
+        done = train(config, tmp_path / "run", [], *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        states = [information(worker) for worker in workers]
+    _, *rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["rollout/logprob_gap_tokens"] == row["batch/action_tokens"]
+        assert row["rollout/logprob_gap_max"] < SAME
+    for state in states:
+        assert state["weight_version"] == "3" and state["tokens_sampled"] > 0
 
 
 def information(server):
