@@ -168,7 +168,7 @@ class Server:
             engine_config,
             decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False),
             on_outputs=self._on_outputs,
-            eos_ids=_eos_ids(model_path, config.eos_token_ids, self._tokenizer),
+            eos_ids=hf.eos_token_ids(model_path, config, self._tokenizer),
             on_death=self._on_death,
         )
         self.engine.model_path = str(model_path)
@@ -561,25 +561,6 @@ def _event(payload: dict[str, Any]) -> bytes:
 def _update_answer(success: bool, message: str, frozen: int, status: int) -> web.Response:
     payload = {"success": success, "message": message, "num_paused_requests": frozen}
     return _json(payload, status)
-
-
-def _eos_ids(model_path: Path, configured: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Collect the tokens that end a response from the places where models name them."""
-    ids = set(configured)
-
-    def read(name: str) -> Any:
-        path = model_path / name
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found.get("eos_token_id" if name.startswith("generation") else "eos_token")
-
-    generation = read("generation_config.json")
-    ids.update([generation] if isinstance(generation, int) else generation or [])
-    token = read("tokenizer_config.json")
-    token = token["content"] if isinstance(token, dict) else token
-    found = None if token is None else tokenizer.token_to_id(token)
-    if found is not None:
-        ids.add(found)
-    return tuple(sorted(ids))
 
 
 # -------------------------------------------------------------------------------------- command
