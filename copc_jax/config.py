@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import tyro
 
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
-from copc_jax.model import ModelConfig
+from copc_jax.model import ModelConfig, RopeScaling
 from copc_jax.tasks.search import read_tags
 
 # Where a run keeps its resolved configuration, inside its folder.
@@ -420,6 +421,12 @@ class RunConfig:
 
     task: Literal["search", "math"] = "search"
     """What is trained on; chooses the defaults of everything else."""
+    preset: Literal["paper-search", "paper-math"] | None = None
+    """Settings of the paper's runs, those that it states and assumptions for the others; needs
+    `--model=FOLDER` with the checkpoint. `--check=True` shows which are which."""
+    check: bool = False
+    """Only print where the settings of a preset come from and what the learner takes of each
+    device's memory, compile its step without weights, and stop."""
     method: str = "copc"
     """Row of copc_jax.methods.METHODS: copc, copc_no_rc, ppo and others; a wrong name lists all."""
     staleness: int = 16
@@ -503,6 +510,11 @@ class RunConfig:
             f"method {self.method!r} is unknown; choose one of {', '.join(METHODS)}",
         )
         _require(
+            self.preset in (None, f"paper-{self.task}"),
+            f"preset {self.preset} is not one of task {self.task}: give paper-{self.task}, or no "
+            "task beside it",
+        )
+        _require(
             self.staleness >= 0,
             f"staleness must be 0 (synchronous) or more learner updates, got {self.staleness}",
         )
@@ -568,6 +580,115 @@ _LONG_PASSAGES = RolloutConfig(
     max_turns=5, max_tokens=1024, max_new_tokens=48, max_observation_tokens=320
 )
 
+# The models of the paper's runs by their names on the Hugging Face hub, with the sizes of their
+# config.json: what a preset is checked with before its checkpoint is there.
+PAPER_MODELS: dict[str, ModelConfig] = {
+    "meta-llama/Llama-3.2-3B-Instruct": ModelConfig(
+        vocab_size=128_256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        max_position_embeddings=131_072,
+    ),
+    "Qwen/Qwen3-4B-Instruct-2507": ModelConfig(
+        vocab_size=151_936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=5_000_000.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262_144,
+        qk_norm=True,
+    ),
+}
+
+# Each of the paper's presets, and for each of its settings where that comes from: "stated" with
+# the section, or "assumed" with the reason. Table 5, which holds the rest, is not public.
+_PAPER: dict[str, str] = {
+    "loss.eps_low": "stated in C.2.1",
+    "loss.eps_high": "stated in C.2.1",
+    "loss.eta_policy": "stated in C.2.1",
+    "loss.eta_advantage": "stated in C.2.1",
+    "loss.gamma": "assumed, the default of public trainers",
+    "loss.lambda_": "assumed, the default of public trainers",
+    "loss.value_clip": "assumed; C.2.1 implies that there is one",
+    "staleness": "assumed, of the 8, 12, 16 and 64 in sections 4.3 and 6.4",
+    "batch_size": "assumed, what C.2.1 states for SAO and for a minibatch of AReaL",
+    "samples_per_prompt": "assumed, 64 prompts a batch; B.4 has groups of responses",
+    "updates": "assumed",
+    "critic_warmup_updates": "assumed: return correction needs a critic that explains something",
+    "actor.learning_rate": "assumed, as Search-R1 and Chain-of-Agents have it",
+    "actor.warmup_updates": "assumed",
+    "critic.learning_rate": "assumed, as Search-R1 and Chain-of-Agents have it",
+    "rollout.max_in_flight": "assumed, one batch",
+    "rollout.slots": "assumed",
+    "rollout.launch": "assumed: the embedded server is too slow for this model",
+    "rollout.max_new_tokens": "assumed",
+    "rollout.max_observation_tokens": "assumed",
+    "rollout.deadline_seconds": "assumed, for long turns",
+    "rollout.timeout_seconds": "assumed, for long turns",
+    "rollout.stall_seconds": "assumed, for long turns",
+    "mesh.data": "assumed: C.2 states 8 H200, not how learner and servers share them",
+    "mesh.model": "assumed: C.2 states 8 H200, not how learner and servers share them",
+    "micro_batches": "assumed, one row a device at a time",
+    "remat": "assumed, for memory",
+    "logprob_chunk": "assumed, for memory",
+    "sft.updates": "stated in C.2 that fine-tuning comes before; sft.py --data does it",
+}
+PAPER_SOURCES: dict[str, dict[str, str]] = {
+    "paper-search": {
+        **_PAPER,
+        "model": "stated in C.2, fine-tuned on 2,000 Chain-of-Agents examples first",
+        "search.reward_search": "stated in C.1",
+        "search.reward_no_search": "stated in C.1",
+        "search.reward_wrong": "assumed",
+        "search.reward_format": "assumed",
+        "search.format": "assumed, Search-R1's",
+        "search.tags": "assumed, those of the fine-tuning corpus",
+        "search.topk": "assumed, as Search-R1 has it",
+        "rollout.max_turns": "assumed, as Chain-of-Agents has it",
+        "rollout.max_tokens": "assumed, what C.2.2 states for evaluation; the prompt counts here",
+    },
+    "paper-math": {
+        **_PAPER,
+        "task": "stated in C.2",
+        "model": "stated in C.2 (that it is the 2507 release is assumed), "
+        "fine-tuned on ReTool's corpus first",
+        "math.format": "assumed, that of the fine-tuning corpus",
+        "math.max_calls": "assumed, as ReTool's public port has it",
+        "rollout.max_turns": "assumed, as ReTool's public port has it",
+        "rollout.max_tokens": "assumed, what C.2.2 states for evaluation; the prompt counts here",
+    },
+}
+
+_PAPER_RUN = RunConfig(
+    samples_per_prompt=8,
+    batch_size=512,
+    micro_batches=64,
+    critic_warmup_updates=20,
+    remat=True,
+    logprob_chunk=1024,
+    actor=OptimizerConfig(learning_rate=1e-6, warmup_updates=10),
+    critic=OptimizerConfig(learning_rate=1e-5, warmup_updates=5),
+    sft=SFTConfig(updates=0),
+)
+_PAPER_ROLLOUT = RolloutConfig(
+    launch="sglang",
+    max_in_flight=512,
+    slots=256,
+    timeout_seconds=1800.0,
+    deadline_seconds=3600.0,
+    stall_seconds=3600.0,
+)
+
 # The paper's table of training settings is not public: all but the numbers of COPC itself are
 # working values found on the laptop task, and README lists them as assumptions.
 PRESETS: dict[str, RunConfig] = {
@@ -586,11 +707,55 @@ PRESETS: dict[str, RunConfig] = {
         # Numbers in a problem are random: learning to foresee them would only add noise.
         sft=SFTConfig(rows=6, updates=1200, demonstrations=12_000, context_weight=0.0),
     ),
+    "paper-search": dataclasses.replace(
+        _PAPER_RUN,
+        preset="paper-search",
+        model="meta-llama/Llama-3.2-3B-Instruct",
+        rollout=dataclasses.replace(
+            _PAPER_ROLLOUT,
+            max_turns=8,
+            max_tokens=8192,
+            max_new_tokens=2048,
+            max_observation_tokens=1024,
+        ),
+        search=SearchTaskConfig(format="long", tags="chain-of-agents", topk=3),
+        mesh=MeshConfig(data=8),
+    ),
+    "paper-math": dataclasses.replace(
+        _PAPER_RUN,
+        task="math",
+        preset="paper-math",
+        model="Qwen/Qwen3-4B-Instruct-2507",
+        micro_batches=512,
+        rollout=dataclasses.replace(
+            _PAPER_ROLLOUT,
+            max_turns=16,
+            max_tokens=38_912,
+            max_new_tokens=16_384,
+            max_observation_tokens=512,
+        ),
+        math=MathTaskConfig(format="retool", max_calls=16),
+        # Scores of 38,912 tokens fit only where each device has one of the key-value heads.
+        mesh=MeshConfig(model=8),
+    ),
 }
 
 
+def sources(config: RunConfig) -> list[str]:
+    """Give one line a setting of the run's preset: its value, and where that comes from."""
+    if config.preset is None:
+        return []
+    preset = PRESETS[config.preset]
+    lines = []
+    for name, source in PAPER_SOURCES[config.preset].items():
+        value, wanted = (operator.attrgetter(name)(each) for each in (config, preset))
+        changed = "" if value == wanted else f"; changed, the preset has {wanted}"
+        lines.append(f"{name} = {value}: {source}{changed}")
+    return lines
+
+
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
-    """Read the command line over the preset of `--task`, or over the saved run of `--resume`.
+    """Read the command line over `--preset`, the defaults of `--task`, or the run of `--resume`.
 
     A corpus or a format of the search task may have a preset of its own, "search/<name>".
 
@@ -656,6 +821,9 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     default = next(presets[name] for name in names if name in presets)
     if folder is not None:
         return _saved(Path(folder))
+    preset = _flag(arguments, "--preset")
+    if preset in PAPER_SOURCES and preset in presets:
+        return _for_paper_method(presets[preset], _flag(arguments, "--method"))
     model = _flag(arguments, "--model")
     if model not in (None, "tiny") and not _is_small(Path(model), default.task):
         default = for_pretrained(default)
@@ -710,6 +878,21 @@ def for_method(config: RunConfig, method: str | None) -> RunConfig:
         return config
     actor = dataclasses.replace(config.actor, warmup_updates=warmup)
     return dataclasses.replace(config, actor=actor)
+
+
+def _for_paper_method(config: RunConfig, method: str | None) -> RunConfig:
+    """Form batches as C.2.1 states: SAO 512 x 1, AReaL two minibatches of 512."""
+    row = METHODS.get(method or config.method)
+    if row is None:
+        return config
+    config = dataclasses.replace(
+        config,
+        batch_size=config.batch_size * row.minibatches,
+        samples_per_prompt=min(
+            config.samples_per_prompt, row.max_samples_per_prompt or config.samples_per_prompt
+        ),
+    )
+    return for_method(config, method)
 
 
 def refuse(message: object) -> NoReturn:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from copc_jax import model
 
@@ -51,7 +51,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_shardings(
-    mesh: Mesh, config: model.ModelConfig, head: model.Head = "lm"
+    mesh: Mesh | AbstractMesh, config: model.ModelConfig, head: model.Head = "lm"
 ) -> dict[str, Any]:
     """Give the sharding of each parameter, as a tree like the parameters."""
     table = model.parameter_table(config, head)
@@ -85,7 +85,7 @@ def optimizer_shardings(mesh: Mesh, config: model.ModelConfig, head: model.Head,
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _sharding(mesh: Mesh, spec: model.Parameter) -> NamedSharding:
+def _sharding(mesh: Mesh | AbstractMesh, spec: model.Parameter) -> NamedSharding:
     """Apply the rules; an axis that the mesh does not divide stays whole."""
 
     def mesh_axis(size: int, axis: str) -> str | None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from copc_jax import data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
-from copc_jax.config import TASK_FILE, RunConfig
+from copc_jax.config import PAPER_MODELS, TASK_FILE, RunConfig
 from copc_jax.model import ModelConfig
 from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
@@ -181,6 +181,12 @@ def model_folder(config: RunConfig) -> Path | None:
     if config.model != gguf.SMOLLM2:
         folder = Path(config.model)
         if not (folder / "tokenizer.json").exists():
+            if config.model in PAPER_MODELS:
+                raise ValueError(
+                    f"preset {config.preset} needs the checkpoint {config.model}: download it from "
+                    f"the Hugging Face hub (hf download {config.model} --local-dir FOLDER) and "
+                    "give its folder with --model=FOLDER"
+                )
             raise ValueError(
                 f'model {config.model!r} is neither "tiny", "{gguf.SMOLLM2}" nor a folder with '
                 "tokenizer.json"

@@ -31,10 +31,10 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, metrics, model, sharding, staging, viewer
+from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
-from copc_jax.config import RunConfig, parse, refuse, to_dict, to_json
+from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.client import RolloutError, SamplingParams
@@ -66,6 +66,12 @@ def main(arguments: list[str] | None = None) -> Path:
     started = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else arguments
     config = parse(arguments)
+    if config.check:
+        try:
+            check(config)
+        except assembly.START_ERRORS as error:
+            refuse(error)
+        raise SystemExit(0)
     run_dir = config.resume or config.run_dir or _new_run_dir(config)
     try:
         with _Interrupts() as interrupts, contextlib.ExitStack() as stack:
@@ -86,6 +92,97 @@ def main(arguments: list[str] | None = None) -> Path:
     print(f"report: {metrics.report(run_dir)}")
     print(f"{time.monotonic() - started:.0f} s in all")
     return run_dir
+
+
+def check(config: RunConfig) -> None:
+    """Print a preset's sources and the memory of each device, and compile the learner's step.
+
+    Needs no weights: without a checkpoint, the sizes of the paper's models are known. With fewer
+    devices than the mesh has, the step is compiled for as many processors of this machine.
+
+    Raises:
+        ValueError: neither the model nor its sizes are there.
+    """
+    needed = config.mesh.data * config.mesh.model
+    jax.config.update("jax_num_cpu_devices", needed)
+    assembly.prepare_process(config)
+    for line in sources(config):
+        print(line)
+    if config.model in PAPER_MODELS and not Path(config.model).exists():
+        sizes = PAPER_MODELS[config.model]
+    else:
+        folder = assembly.model_folder(config)
+        tiny = config.tiny.model(config.rollout.max_tokens)
+        sizes = tiny if folder is None else hf.load_config(folder)
+    settings = learner_config(config, sizes)
+    _say_memory(config, settings)
+    devices = jax.devices() if len(jax.devices()) >= needed else jax.devices("cpu")
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.model, devices)
+    learner = build_learner(settings, mesh)
+    started = time.monotonic()
+    step: Any = learner.step_with_targets
+    compiled = step.lower(abstract_state(learner, sizes), abstract_batch(learner, config)).compile()
+    plan = compiled.memory_analysis()
+    planned = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    print(
+        f"the step compiles for {needed} x {devices[0].device_kind} in "
+        f"{time.monotonic() - started:.0f} s; XLA plans "
+        f"{(planned - plan.alias_size_in_bytes) / 1e9:.1f} GB on each"
+    )
+
+
+def _say_memory(config: RunConfig, settings: LearnerConfig) -> None:
+    print(f"learner's memory on each device of a mesh {config.mesh.data} x {config.mesh.model}, GB")
+    mesh = (config.mesh.data, config.mesh.model)
+    shape = (config.batch_size, config.rollout.max_tokens)
+    print(memory.device_memory(settings, *mesh, *shape).table(), flush=True)
+
+
+def learner_config(config: RunConfig, sizes: model.ModelConfig) -> LearnerConfig:
+    """Settings of the learner for a run with a model of these sizes."""
+    method = METHODS[config.method]
+    return LearnerConfig(
+        model=sizes,
+        method=method,
+        loss=config.loss,
+        actor=config.actor,
+        critic=config.critic,
+        updates=config.updates,
+        reduce=(method.reduce or PAPER_REDUCE)[config.task],
+        critic_warmup_updates=config.critic_warmup_updates if method.critic else 0,
+        micro_batches=config.micro_batches,
+        remat=config.remat,
+        logprob_chunk=config.logprob_chunk,
+    )
+
+
+def abstract_state(learner: Learner, sizes: model.ModelConfig) -> Any:
+    """Shapes and shardings of the learner's state."""
+    params = jax.eval_shape(lambda key: model.init(key, sizes), jax.random.key(0))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(learner.init, params),
+        learner.state_sharding,
+    )
+
+
+def abstract_batch(learner: Learner, config: RunConfig) -> Batch:
+    """Shapes and shardings of a batch as the run packs it."""
+    shape = (config.batch_size, config.rollout.max_tokens)
+    integers, floats, truths = (
+        jax.ShapeDtypeStruct(shape, kind, sharding=learner.batch_sharding)
+        for kind in (np.int32, np.float32, np.bool_)
+    )
+    return Batch(
+        token_ids=integers,
+        segment_ids=integers,
+        positions=integers,
+        is_action=truths,
+        behavior_logprob=floats,
+        reward=floats,
+        discount=floats,
+        weight_version=integers,
+    )  # pyright: ignore[reportArgumentType]
 
 
 class Run:
@@ -127,6 +224,8 @@ class Run:
         shutil.rmtree(weights, ignore_errors=True)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
+        if config.preset is not None:
+            print(f"preset {config.preset}: --check=True says what the paper states of it")
         print("building corpus, questions and tokenizer", flush=True)
         self.parts = assembly.build(config)
         self.learner = self._build_learner()
@@ -162,15 +261,7 @@ class Run:
 
     def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
         config = self.config
-        shapes = jax.eval_shape(
-            self.learner.init,
-            jax.eval_shape(lambda key: model.init(key, self.parts.model), jax.random.key(0)),
-        )
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes,
-            self.learner.state_sharding,
-        )
+        like = abstract_state(self.learner, self.parts.model)
         # A decaying learning rate depends on the length of the run.
         decays = {config.actor.schedule, config.critic.schedule} != {"constant"}
         may_differ = [name for name in MAY_DIFFER if not (decays and name == "updates")]
@@ -178,19 +269,7 @@ class Run:
 
     def _compile_step(self, stack: contextlib.ExitStack) -> concurrent.futures.Future[Any]:
         """Compile the learner's step in the background, while the server starts and evaluates."""
-        shape = (self.config.batch_size, self.config.rollout.max_tokens)
-        integers = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.learner.batch_sharding)
-        floats = jax.ShapeDtypeStruct(shape, np.float32, sharding=self.learner.batch_sharding)
-        batch = Batch(
-            token_ids=integers,
-            segment_ids=integers,
-            positions=integers,
-            is_action=jax.ShapeDtypeStruct(shape, np.bool_, sharding=self.learner.batch_sharding),
-            behavior_logprob=floats,
-            reward=floats,
-            discount=floats,
-            weight_version=integers,
-        )  # pyright: ignore[reportArgumentType]
+        batch = abstract_batch(self.learner, self.config)
         state = abstract(self.state)
         worker = concurrent.futures.ThreadPoolExecutor(1, "compile")
         stack.callback(worker.shutdown, wait=False, cancel_futures=True)
@@ -213,22 +292,11 @@ class Run:
 
     def _build_learner(self) -> Learner:
         config = self.config
-        return build_learner(
-            LearnerConfig(
-                model=self.parts.model,
-                method=self.method,
-                loss=config.loss,
-                actor=config.actor,
-                critic=config.critic,
-                updates=config.updates,
-                reduce=(self.method.reduce or PAPER_REDUCE)[config.task],
-                critic_warmup_updates=config.critic_warmup_updates if self.method.critic else 0,
-                micro_batches=config.micro_batches,
-                remat=config.remat,
-                logprob_chunk=config.logprob_chunk,
-            ),
-            sharding.make_mesh(config.mesh.data, config.mesh.model),
-        )
+        mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
+        settings = learner_config(config, self.parts.model)
+        if self.parts.folder is not None:
+            _say_memory(config, settings)
+        return build_learner(settings, mesh)
 
     def _start_server(self, stack: contextlib.ExitStack, folder: Path) -> ServerProcess | None:
         server = assembly.launch(self.config, folder, self.run_dir / "server.log")
