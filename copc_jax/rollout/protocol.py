@@ -209,11 +209,15 @@ def _sampling(values: Mapping[str, Any]) -> tuple[Sampling, int, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request must fit into, and how its text is encoded."""
+    """What a request must fit into, and how its text is encoded.
+
+    `encode_plain` adds no special tokens.
+    """
 
     vocab_size: int
     max_length: int
     encode: Callable[[str], list[int]]
+    encode_plain: Callable[[str], list[int]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
 One process, two threads: asyncio answers HTTP, the engine decodes. They meet once a dispatch, when
 the engine hands over what has ended, so that no token costs a hop between threads.
 
-A client sees SGLang 0.5.23, with these deliberate differences: /health answers at once while
+A client sees SGLang 0.5.23, on /generate and on OpenAI's paths, with these deliberate differences: /health answers at once while
 paused, prompts are checked against the vocabulary, `sampling_seed` is honored, an abort names one
 request exactly, a stop on the last allowed token is a stop, `ignore_eos` leaves `stop_token_ids`
 alone, a response may fill the context to its last position, and weights that do not fit or cannot
@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from tokenizers import Tokenizer
 
 from copc_jax import hf
 from copc_jax.model import ModelConfig
+from copc_jax.rollout import openai
 from copc_jax.rollout.engine import (
     Engine,
     EngineConfig,
@@ -161,7 +162,9 @@ class Server:
             config.vocab_size,
             engine_config.max_length,
             lambda text: self._tokenizer.encode(text).ids,
+            lambda text: self._tokenizer.encode(text, add_special_tokens=False).ids,
         )
+        self._chat = hf.chat_template(model_path)
         self.engine = Engine(
             params,
             config,
@@ -215,6 +218,8 @@ class Server:
         both = ("GET", "POST")
         routes: list[tuple[Sequence[str], Sequence[str], Handler]] = [
             (("POST", "PUT"), ("/generate",), self._generate),
+            (("POST",), ("/v1/completions",), self._completions),
+            (("POST",), ("/v1/chat/completions",), self._chat_completions),
             (("GET",), ("/health", "/health_generate", "/ready", "/ping"), self._health),
             (("GET",), ("/model_info", "/get_model_info"), self._model_info),
             (("GET",), ("/server_info", "/get_server_info"), self._server_info),
@@ -268,14 +273,59 @@ class Server:
             return await self._stream_error(request, error.payload["error"]["message"])
         if generate.stream:
             return await self._stream(request, generate, arrival)
+        answers = await self._whole(generate, arrival)
+        return _json(answers[0] if generate.single else answers)
+
+    async def _whole(self, generate: Generate, arrival: float) -> list[dict[str, Any]]:
+        """Wait for the answers to all requests of a call, in their order."""
+        answers: list[dict[str, Any]] = [{}] * len(generate.requests)
+        async with contextlib.aclosing(self._answers(generate, arrival)) as coming:
+            async for index, answered in coming:
+                answers[index] = answered
+        return answers
+
+    async def _answers(
+        self, generate: Generate, arrival: float
+    ) -> AsyncGenerator[tuple[int, dict[str, Any]]]:
+        """Yield answers with the index of their request as they come, until all have ended."""
         order = {request.rid: index for index, request in enumerate(generate.requests)}
-        answers: list[dict[str, Any]] = [{}] * len(order)
+        left = len(order)
         async with self._submitted(generate.requests) as outputs:
-            for _ in order:
+            while left:
                 output = await _take(outputs)
                 index = order[output.request.rid]
-                answers[index] = self._answer(generate, index, output, arrival)
-        return _json(answers[0] if generate.single else answers)
+                left -= output.finish is not None
+                yield index, self._answer(generate, index, output, arrival)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, "completion")
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, "chat")
+
+    async def _openai(self, request: web.Request, kind: openai.Kind) -> web.StreamResponse:
+        arrival = time.perf_counter()
+        body = await _body(request)
+        try:
+            call = openai.read(kind, body, self._limits, self._chat)
+            generate = parse_generate(call.body, self._limits, lambda: secrets.randbits(63))
+            self._refuse_live(generate.requests)
+        except ProtocolError as error:
+            raise openai.refusal(error) from None
+        if not generate.stream:
+            answers = await self._whole(generate, arrival)
+            decode = lambda ids: self._decode(ids, False)
+            return _json(openai.answer(call, answers, decode))
+        response = web.StreamResponse(headers=_EVENT_HEADERS)
+        await response.prepare(request)
+        chunks = openai.Chunks(call)
+        async with contextlib.aclosing(self._answers(generate, arrival)) as answers:
+            async for index, answered in answers:
+                await response.write(_event(chunks.add(index, answered)))
+        if call.include_usage:
+            await response.write(_event(chunks.usage()))
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _refuse_live(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -303,17 +353,11 @@ class Server:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=_EVENT_HEADERS)
         await response.prepare(request)
-        order = {request.rid: index for index, request in enumerate(generate.requests)}
-        left = len(order)
-        async with self._submitted(generate.requests) as outputs:
-            while left:
-                output = await _take(outputs)
-                index = order[output.request.rid]
-                payload = self._answer(generate, index, output, arrival)
+        async with contextlib.aclosing(self._answers(generate, arrival)) as answers:
+            async for index, payload in answers:
                 if not generate.single:
                     payload["index"] = index
                 await response.write(_event(payload))
-                left -= output.finish is not None
         await response.write(b"data: [DONE]\n\n")
         return response
 
