@@ -879,6 +879,18 @@ def test_wrong_type_is_refused_as_a_contract_error(api, body):
     assert error["error"].startswith("invalid type: ")
 
 
+def test_what_sglang_s_own_frontend_sends_is_taken(api):
+    """RuntimeEndpoint of 0.5.9 sends all that it knows, most of which asks for nothing."""
+    sampling = {
+        **{"max_new_tokens": 3, "n": 1, "stop": [], "stop_token_ids": [], "stop_regex": []},
+        **{"temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0},
+        **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "ignore_eos": True},
+        **{"regex": None, "json_schema": None},
+    }
+    answer = api.post("/generate", {"text": "what is", "sampling_params": sampling})
+    assert len(ids_of(answer)) == 3
+
+
 def test_null_and_unknown_top_level_fields_are_no_error(api):
     sampling = {"max_new_tokens": 2, "stop": None, "regex": None, "sampling_seed": None}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "unheard_of": 1, "rid": None}

@@ -128,7 +128,7 @@ _SAMPLING_FIELDS: dict[str, Callable[[Any], Any]] = {
 
 # Fields that SGLang has and this server does not, with the values that ask for nothing.
 _SAMPLING_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "stop_regex": (),
+    "stop_regex": ([], ""),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),

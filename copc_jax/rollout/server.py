@@ -5,11 +5,11 @@
 One process, two threads: asyncio answers HTTP, the engine decodes. They meet once a dispatch, when
 the engine hands over what has ended, so that no token costs a hop between threads.
 
-A client sees SGLang 0.5.23, on /generate and on OpenAI's paths, with these deliberate differences: /health answers at once while
-paused, prompts are checked against the vocabulary, `sampling_seed` is honored, an abort names one
-request exactly, a stop on the last allowed token is a stop, `ignore_eos` leaves `stop_token_ids`
-alone, a response may fill the context to its last position, and weights that do not fit or cannot
-be flushed leave everything as it was.
+A client sees SGLang 0.5.23, on /generate and on OpenAI's paths, with these deliberate differences:
+/health answers at once while paused, prompts are checked against the vocabulary, `sampling_seed` is
+honored, an abort names one request exactly, a stop on the last allowed token is a stop,
+`ignore_eos` leaves `stop_token_ids` alone, a response may fill the context to its last position,
+and weights that do not fit or cannot be flushed leave everything as it was.
 """
 
 from __future__ import annotations
