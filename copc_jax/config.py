@@ -20,7 +20,7 @@ import tyro
 
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
-from copc_jax.model import ModelConfig, RopeScaling
+from copc_jax.model import LoraConfig, ModelConfig, RopeScaling
 from copc_jax.tasks.search import read_tags
 
 # Where a run keeps its resolved configuration, inside its folder.
@@ -482,6 +482,8 @@ class RunConfig:
         default_factory=lambda: OptimizerConfig(learning_rate=1e-3, warmup_updates=5)
     )
     """AdamW of the critic."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    """Adapters in place of all weights, in actor and critic. A warm start still trains all."""
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     """Correction, clipping and return settings."""
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PyTree
 
 from copc_jax import analysis, losses, model, returns, sharding
 from copc_jax.methods import LossConfig, Method
-from copc_jax.model import ModelConfig
+from copc_jax.model import LoraConfig, ModelConfig
 from copc_jax.types import Batch, LearnerState, Targets
 
 Metrics = dict[str, tuple[Array, Array]]
@@ -84,6 +84,8 @@ class LearnerConfig:
     micro_batches: int = 1
     remat: bool = False
     logprob_chunk: int | None = None
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    seed: int = 0
 
 
 class ActorInputs(NamedTuple):
@@ -106,6 +108,9 @@ class Learner(NamedTuple):
     advantage that the actor's loss reads, and the factor on each token's grad log pi in the sum of
     that loss's terms at the start of the batch. The factor is 0 where a mask or a clip removed the
     token, and positive where the update raises its probability. Neither runs the model again.
+
+    `policy_params(state)` gives the actor as a whole model, its adapters merged; without adapters
+    it is the state's own. `init` takes parameters that lie as `params_sharding` says.
     """
 
     init: Callable[[PyTree], LearnerState]
@@ -114,6 +119,8 @@ class Learner(NamedTuple):
     step: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics]]
     step_with_targets: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics, Targets]]
     contributions: Callable[[Batch, Targets], tuple[Array, Array]]
+    policy_params: Callable[[LearnerState], PyTree]
+    params_sharding: PyTree
     state_sharding: LearnerState
     batch_sharding: NamedSharding
 
@@ -170,6 +177,10 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         `init` takes actor parameters and starts the critic from the actor's body; a method without
         a critic has an empty one. `step` runs a whole batch: `config.method.minibatches` updates,
         each of which raises `version` by one. `update` is one update on all of the batch.
+
+        With `config.lora`, `state.actor` is `{"base", "lora"}` and `state.critic` holds adapters of
+        its own and a value head. Both networks run on the one base, which nothing changes;
+        gradients and moments are those of adapters and value head.
     """
     method, loss_config = config.method, config.method.settings(config.loss)
     # Each schedule is as long as its network has updates, so that a decay ends with the run.
@@ -181,8 +192,21 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     critic_rate = learning_rate_schedule(config.critic, critic_updates)
     rows_sharding = sharding.batch_sharding(mesh)
     micro_sharding = NamedSharding(mesh, PartitionSpec(None, *rows_sharding.spec))
+    lora = config.lora if config.lora.rank else None
 
-    def policy(actor: PyTree, batch: Batch) -> tuple[Array, Array]:
+    def frozen(state: LearnerState) -> PyTree:
+        """Return the weights under the adapters, None where all weights are trained."""
+        return state.actor["base"] if lora else None
+
+    def trained(state: LearnerState) -> tuple[PyTree, PyTree]:
+        """Return what gradients and optimizers see of actor and critic."""
+        return (state.actor["lora"] if lora else state.actor), state.critic
+
+    def whole(network: PyTree, base: PyTree) -> PyTree:
+        return model.with_lora(base, network, lora.scale) if lora else network
+
+    def policy(actor: PyTree, base: PyTree, batch: Batch) -> tuple[Array, Array]:
+        actor = whole(actor, base)
         hidden = model.forward(
             actor,
             config.model,
@@ -200,9 +224,10 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             chunk=config.logprob_chunk,
         )
 
-    def value_of(critic: PyTree, batch: Batch) -> Float[Array, "rows time"]:
+    def value_of(critic: PyTree, base: PyTree, batch: Batch) -> Float[Array, "rows time"]:
         if not method.critic:
             return jnp.zeros_like(batch.reward)
+        critic = whole(critic, base)
         hidden = model.forward(
             critic,
             config.model,
@@ -309,14 +334,15 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
 
     def losses_of(
         networks: tuple[PyTree, PyTree],
+        base: PyTree,
         batch: Batch,
         targets: Targets | None,
         inputs: ActorInputs | None,
     ) -> tuple[Array, tuple[tuple[Array, Array], Metrics, Targets]]:
         """Sum both losses times their denominators: micro-batches add before they divide."""
         actor, critic = networks
-        logprob, entropy = policy(actor, batch)
-        value = value_of(critic, batch)
+        logprob, entropy = policy(actor, base, batch)
+        value = value_of(critic, base, batch)
         if targets is None:
             targets = freeze(logprob, value, batch)
         if inputs is None:
@@ -374,10 +400,10 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         return jax.lax.scan(add, zero, pieces)[0]
 
     def gradients(
-        networks: tuple[PyTree, PyTree], batch: Batch, targets: Targets, inputs: ActorInputs
+        state: LearnerState, batch: Batch, targets: Targets, inputs: ActorInputs
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         def one(*piece: Any) -> Any:
-            grads, (counts, metrics, _) = differentiate(networks, *piece)
+            grads, (counts, metrics, _) = differentiate(trained(state), frozen(state), *piece)
             return grads, counts, metrics
 
         grads, counts, metrics = accumulate(one, batch, targets, inputs)
@@ -390,14 +416,15 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         one = jnp.ones((), jnp.float32)
         learns = state.version >= config.critic_warmup_updates
 
-        actor_step, actor_opt = actor_optimizer.update(actor_grad, state.actor_opt, state.actor)
+        old_actor, critic = trained(state)
+        actor_step, actor_opt = actor_optimizer.update(actor_grad, state.actor_opt, old_actor)
         if method.learning_rate_scale is not None:
             scale = method.learning_rate_scale(loss_config, metrics)
             actor_step = jax.tree.map(lambda x: x * scale, actor_step)
             metrics["actor/learning_rate_scale"] = (scale, one)
-        moved = optax.apply_updates(state.actor, actor_step)
+        moved = optax.apply_updates(old_actor, actor_step)
         keep = lambda new, old: jnp.where(learns, new, old)
-        actor = jax.tree.map(keep, moved, state.actor)
+        actor = jax.tree.map(keep, moved, old_actor)
         # The critic's warm-up leaves the actor's moments and schedule where they were: its first
         # real update is update one.
         actor_opt = jax.tree.map(keep, actor_opt, state.actor_opt)
@@ -408,7 +435,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             "actor/learning_rate": (rate.astype(jnp.float32), one),
         }
 
-        critic, critic_opt = state.critic, state.critic_opt
+        critic_opt = state.critic_opt
         if method.critic:
             critic_step, critic_opt = critic_optimizer.update(critic_grad, critic_opt, critic)
             critic = optax.apply_updates(critic, critic_step)
@@ -419,7 +446,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             }
         new = LearnerState(
             version=state.version + 1,
-            actor=actor,
+            actor={**state.actor, "lora": actor} if lora else actor,
             critic=critic,
             actor_opt=actor_opt,
             critic_opt=critic_opt,
@@ -428,10 +455,12 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
 
     def extra_critic_steps(state: LearnerState, batch: Batch, targets: Targets) -> LearnerState:
         """Update the critic further on the same frozen targets, for methods like SAO."""
+        base = frozen(state)
 
         def one(critic: PyTree, batch: Batch, targets: Targets) -> tuple[PyTree, Array]:
             def total(critic: PyTree) -> tuple[Array, Array]:
-                loss, metrics = critic_loss(value_of(critic, batch), targets, batch)
+                value = value_of(critic, base, batch)
+                loss, metrics = critic_loss(value, targets, batch)
                 count = jax.lax.stop_gradient(metrics["loss"][1])
                 return loss * count, count
 
@@ -448,12 +477,14 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
         return state
 
     def prepare(state: LearnerState, batch: Batch) -> Targets:
+        (actor, critic), base = trained(state), frozen(state)
         if config.micro_batches == 1:
-            return freeze(policy(state.actor, batch)[0], value_of(state.critic, batch), batch)
+            logprob, value = policy(actor, base, batch)[0], value_of(critic, base, batch)
+            return freeze(logprob, value, batch)
 
         def forward(_: None, piece: Batch) -> tuple[None, tuple[Array, Array]]:
             used = jnp.any(piece.segment_ids > 0)
-            run = lambda: (policy(state.actor, piece)[0], value_of(state.critic, piece))
+            run = lambda: (policy(actor, base, piece)[0], value_of(critic, base, piece))
             skip = lambda: (jnp.zeros_like(piece.reward), jnp.zeros_like(piece.reward))
             return None, jax.lax.cond(used, run, skip)
 
@@ -466,7 +497,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def update_part(
         state: LearnerState, batch: Batch, targets: Targets, inputs: ActorInputs
     ) -> tuple[LearnerState, Metrics]:
-        grads, metrics = gradients((state.actor, state.critic), batch, targets, inputs)
+        grads, metrics = gradients(state, batch, targets, inputs)
         state, metrics = apply(state, grads, metrics)
         return extra_critic_steps(state, batch, targets), metrics
 
@@ -483,7 +514,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics, Targets]:
         if config.micro_batches == 1 and method.minibatches == 1:
             grads, (counts, metrics, targets) = differentiate(
-                (state.actor, state.critic), batch, None, None
+                trained(state), frozen(state), batch, None, None
             )
             grads = (divide(grads[0], counts[0]), divide(grads[1], counts[1]))
             metrics |= diagnostics(batch, targets)
@@ -512,16 +543,36 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def fresh(actor: PyTree) -> LearnerState:
         # A copy: the state is donated by every update, the caller's parameters are not.
         actor = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), actor)
-        critic = model.critic_from_actor(actor, config.model) if method.critic else {}
+        if lora:
+            keys = jax.random.split(jax.random.key(config.seed))
+            adapters = model.init_lora(keys[0], config.model, lora)
+            critic = model.init_lora(keys[1], config.model, lora, head="value")
+            moving, actor = adapters, {"base": actor, "lora": adapters}
+        else:
+            critic = model.critic_from_actor(actor, config.model)
+            moving = actor
+        if not method.critic:
+            critic = {}
         return LearnerState(
             version=jnp.zeros((), jnp.int32),
             actor=actor,
             critic=critic,
-            actor_opt=actor_optimizer.init(actor),
+            actor_opt=actor_optimizer.init(moving),
             critic_opt=critic_optimizer.init(critic),
         )
 
-    state_sharding = _state_sharding(config, mesh, fresh)
+    params_sharding = sharding.parameter_shardings(mesh, config.model, "lm")
+    merge = jax.jit(
+        lambda base, adapters: model.merge_lora(base, adapters, config.lora.scale),
+        out_shardings=params_sharding,
+    )
+
+    def policy_params(state: LearnerState) -> PyTree:
+        if lora is None:
+            return state.actor
+        return merge(state.actor["base"], state.actor["lora"])
+
+    state_sharding = _state_sharding(config, lora, mesh, fresh)
     replicated = sharding.replicated(mesh)
     jit = partial(jax.jit, donate_argnums=(0,))
     shard_in = (state_sharding, rows_sharding)
@@ -548,6 +599,8 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             in_shardings=(rows_sharding, rows_sharding),
             out_shardings=rows_sharding,
         ),
+        policy_params=policy_params,
+        params_sharding=params_sharding,
         state_sharding=state_sharding,
         batch_sharding=rows_sharding,
     )
@@ -615,17 +668,24 @@ def _count(opt_state: PyTree) -> Array:
 
 
 def _state_sharding(
-    config: LearnerConfig, mesh: Mesh, fresh: Callable[[PyTree], LearnerState]
+    config: LearnerConfig,
+    lora: LoraConfig | None,
+    mesh: Mesh,
+    fresh: Callable[[PyTree], LearnerState],
 ) -> LearnerState:
     abstract_actor = jax.eval_shape(partial(model.init, config=config.model), jax.random.key(0))
     state = jax.eval_shape(fresh, abstract_actor)
-    moments = partial(sharding.optimizer_shardings, mesh, config.model)
-    critic = sharding.parameter_shardings(mesh, config.model, "value")
+    moments = partial(sharding.optimizer_shardings, mesh, config.model, lora=lora)
+    actor = sharding.parameter_shardings(mesh, config.model, "lm")
+    if lora:
+        adapters = sharding.parameter_shardings(mesh, config.model, "lm", lora)
+        actor = {"base": actor, "lora": adapters}
+    critic = sharding.parameter_shardings(mesh, config.model, "value", lora)
     if not config.method.critic:
         critic = {}
     return LearnerState(
         version=sharding.replicated(mesh),
-        actor=sharding.parameter_shardings(mesh, config.model, "lm"),
+        actor=actor,
         critic=critic,
         actor_opt=moments("lm", state.actor_opt),
         critic_opt=moments("value", state.critic_opt),

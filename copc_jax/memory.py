@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from copc_jax import sharding
 from copc_jax.learner import LearnerConfig
-from copc_jax.model import Head, ModelConfig, flatten, parameter_table
+from copc_jax.model import Head, LoraConfig, ModelConfig, flatten, lora_table, parameter_table
 
 # The learner computes in float32.
 _BYTES = 4
@@ -96,17 +96,20 @@ def device_memory(
     scores, mlp, logits = _layer(config, model, tokens, time)
     hidden = tokens * config.model.hidden_size * _BYTES
     kept = hidden if config.remat else 8 * hidden + 2 * scores + 3 * mlp
+    lora = config.lora if config.lora.rank else None
     networks = {}
     for name, head in heads.items():
-        parameters = _parameter_bytes(config.model, mesh, head)
+        trained = _parameter_bytes(config.model, mesh, head, lora)
+        # Both networks run on one frozen model, which is counted with the actor.
+        frozen = _parameter_bytes(config.model, mesh, head) if lora and head == "lm" else 0
         embedding = config.model.vocab_size * config.model.hidden_size * _BYTES
         # Split over "data", the embedding is gathered for its use, and its gradient before it is
         # scattered; for the body of the critic the lookup alone is.
         gathered = 0 if data == 1 else embedding // _split(config.model.vocab_size, model)
         networks[name] = NetworkMemory(
-            parameters=parameters,
-            gradients=parameters * (2 if config.micro_batches > 1 else 1),
-            moments=2 * parameters,
+            parameters=trained + frozen,
+            gradients=trained * (2 if config.micro_batches > 1 else 1),
+            moments=2 * trained,
             activations=config.model.num_layers * kept + gathered * (2 if head == "lm" else 1),
         )
     # Five integers or floats, a truth value and three results for each token.
@@ -120,10 +123,12 @@ def _split(size: int, devices: int) -> int:
     return devices if size % devices == 0 else 1
 
 
-def _parameter_bytes(config: ModelConfig, mesh: AbstractMesh, head: Head) -> int:
-    table = parameter_table(config, head)
+def _parameter_bytes(
+    config: ModelConfig, mesh: AbstractMesh, head: Head, lora: LoraConfig | None = None
+) -> int:
+    table = lora_table(config, lora, head) if lora else parameter_table(config, head)
     placed: Mapping[Any, jax.sharding.NamedSharding] = flatten(
-        sharding.parameter_shardings(mesh, config, head)
+        sharding.parameter_shardings(mesh, config, head, lora)
     )
     return sum(
         math.prod(placed[path].shard_shape(spec.shape)) * _BYTES for path, spec in table.items()

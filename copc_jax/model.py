@@ -193,6 +193,54 @@ _FIXED_HF_FIELDS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on a frozen model.
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
+    """
+
+    rank: int = 0
+    """Rank of the adapters that are trained in place of the weights, which stay as they are; 0
+    trains all weights. Adapters usually take a learning rate some ten times as high."""
+    alpha: float = 16.0
+    """Adapters count alpha / rank times."""
+    targets: str = "q,k,v,o,gate,up,down"
+    """Projections that get an adapter, in every layer."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no adapter can be.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be 0 (off) or more, got {self.rank}")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora.alpha must be a positive number, got {self.alpha}")
+        for name in self.targets.split(","):
+            if name not in _LORA_TARGETS:
+                known = ",".join(_LORA_TARGETS)
+                raise ValueError(f"lora.targets: {name!r} is unknown; choose from {known}")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter's matrices."""
+        return self.alpha / self.rank
+
+
+# Names that people give the projections -> names of their parameters.
+_LORA_TARGETS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "o": "attention_output",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+}
+
+
 def _rope_scaling_from_hf(rope: Mapping[str, Any] | None) -> RopeScaling | None:
     if not rope:
         return None
@@ -285,6 +333,27 @@ def parameter_table(config: ModelConfig, head: Head = "lm") -> dict[Path, Parame
     return table
 
 
+def lora_table(config: ModelConfig, lora: LoraConfig, head: Head = "lm") -> dict[Path, Parameter]:
+    """List what is trained beside a frozen body: adapters and, for a critic, its value head.
+
+    Next to a kernel W [in, out] stand A [in, rank], which starts at standard deviation
+    in ** -0.5, and B [rank, out], which starts at zero: training starts from W.
+    """
+    whole = parameter_table(config, head)
+    table: dict[Path, Parameter] = {}
+    for target in lora.targets.split(","):
+        name = _LORA_TARGETS[target]
+        kernel = whole["layers", name]
+        (layers, inputs, outputs), (_, from_axis, to_axis) = kernel.shape, kernel.axes
+        table["layers", f"{name}_lora_a"] = Parameter(
+            (layers, inputs, lora.rank), ("layer", from_axis, "rank"), None, std=inputs**-0.5
+        )
+        table["layers", f"{name}_lora_b"] = Parameter(
+            (layers, lora.rank, outputs), ("layer", "rank", to_axis), None
+        )
+    return table | {path: spec for path, spec in whole.items() if path[0] == "value_head"}
+
+
 def unflatten(leaves: Mapping[Path, Any]) -> Params:
     """Build the nested tree of `leaves`, which are keyed by path."""
     tree: Params = {}
@@ -307,15 +376,49 @@ def flatten(tree: Mapping[str, Any]) -> dict[Path, Any]:
 
 def init(key: Array, config: ModelConfig, *, head: Head = "lm") -> Params:
     """Draw float32 parameters; each leaf depends on `key` and its own path only."""
+    return _draw(key, parameter_table(config, head))
 
+
+def init_lora(key: Array, config: ModelConfig, lora: LoraConfig, *, head: Head = "lm") -> Params:
+    """Draw the leaves of `lora_table`, as `init` does; they change nothing yet."""
+    return _draw(key, lora_table(config, lora, head))
+
+
+def _draw(key: Array, table: Mapping[Path, Parameter]) -> Params:
     def draw(path: Path, spec: Parameter) -> Array:
         if spec.std == 0.0:
             return jnp.full(spec.shape, spec.mean, jnp.float32)
         leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
         return spec.mean + spec.std * jax.random.normal(leaf_key, spec.shape, jnp.float32)
 
-    table = parameter_table(config, head)
     return unflatten({path: draw(path, spec) for path, spec in table.items()})
+
+
+def with_lora(base: Params, trained: Params, scale: float) -> Params:
+    """Give parameters for `forward` that hold adapters beside the weights they adapt.
+
+    Nothing of the size of a weight is made, neither here nor by a gradient for `trained`.
+
+    Args:
+        base: parameters of a whole model.
+        trained: tree of `lora_table`; its value head, if any, is added.
+        scale: from the `LoraConfig`.
+    """
+    adapters = {
+        name: scale * leaf if name.endswith("_lora_b") else leaf
+        for name, leaf in trained["layers"].items()
+    }
+    return {**base, **trained, "layers": {**base["layers"], **adapters}}
+
+
+def merge_lora(base: Params, trained: Params, scale: float) -> Params:
+    """Add the adapters to the weights, W + scale * A B, for those who know of no adapters."""
+    merged = dict(base["layers"])
+    for name, a in trained["layers"].items():
+        if name.endswith("_lora_a"):
+            kernel = name.removesuffix("_lora_a")
+            merged[kernel] = merged[kernel] + scale * (a @ trained["layers"][f"{kernel}_lora_b"])
+    return {**base, **trained, "layers": merged}
 
 
 def mimetic_init(key: Array, config: ModelConfig, *, embed_offset: float = 0.1) -> Params:
@@ -417,6 +520,14 @@ def _rotate(x: Float[Array, "n heads head_dim"], rotary: tuple[Array, Array]) ->
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def _dense(layer: Params, name: str, x: Float[Array, "n inputs"]) -> Float[Array, "n outputs"]:
+    """Apply a kernel, and its adapter where there is one."""
+    out = x @ layer[name]
+    if f"{name}_lora_a" in layer:
+        out = out + x @ layer[f"{name}_lora_a"] @ layer[f"{name}_lora_b"]
+    return out
+
+
 def _query_key_value(
     layer: Params, config: ModelConfig, x: Float[Array, "n embed"], rotary: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
@@ -424,7 +535,7 @@ def _query_key_value(
     x = _rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
 
     def project(name: str, heads: int) -> Array:
-        out = x @ layer[name]
+        out = _dense(layer, name, x)
         if config.attention_bias:
             out = out + layer[f"{name}_bias"][None]
         return out.reshape(-1, heads, config.head_dim)
@@ -438,9 +549,10 @@ def _query_key_value(
 
 def _residual(layer: Params, config: ModelConfig, x: Array, attended: Array) -> Array:
     """Finish a layer: output projection of `attended` [n, heads * head_dim], then the gated MLP."""
-    x = x + attended @ layer["attention_output"]
+    x = x + _dense(layer, "attention_output", attended)
     y = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+    y = jax.nn.silu(_dense(layer, "gate", y)) * _dense(layer, "up", y)
+    return x + _dense(layer, "down", y)
 
 
 def _attention(

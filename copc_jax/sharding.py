@@ -51,14 +51,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_shardings(
-    mesh: Mesh | AbstractMesh, config: model.ModelConfig, head: model.Head = "lm"
+    mesh: Mesh | AbstractMesh,
+    config: model.ModelConfig,
+    head: model.Head = "lm",
+    lora: model.LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Give the sharding of each parameter, as a tree like the parameters."""
-    table = model.parameter_table(config, head)
+    """Give the sharding of each parameter, or leaf of `lora`, as a tree like them."""
+    table = _table(config, head, lora)
     return model.unflatten({path: _sharding(mesh, spec) for path, spec in table.items()})
 
 
-def optimizer_shardings(mesh: Mesh, config: model.ModelConfig, head: model.Head, state: Any) -> Any:
+def optimizer_shardings(
+    mesh: Mesh,
+    config: model.ModelConfig,
+    head: model.Head,
+    state: Any,
+    lora: model.LoraConfig | None = None,
+) -> Any:
     """Give the sharding of an optimizer's state: moments lie with their parameters.
 
     Without it `jit(optimizer.init)` puts the moments on one device and the first update compiles
@@ -70,8 +79,9 @@ def optimizer_shardings(mesh: Mesh, config: model.ModelConfig, head: model.Head,
         head: of the parameters that the optimizer moves.
         state: the state or its shapes, `jax.eval_shape(optimizer.init, params)`. A leaf belongs to
             the parameter whose path ends its own and whose shape it has; others are replicated.
+        lora: what is trained in place of all parameters.
     """
-    table = model.parameter_table(config, head)
+    table = _table(config, head, lora)
     longest = max(len(path) for path in table)
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -83,6 +93,14 @@ def optimizer_shardings(mesh: Mesh, config: model.ModelConfig, head: model.Head,
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _table(
+    config: model.ModelConfig, head: model.Head, lora: model.LoraConfig | None
+) -> dict[model.Path, model.Parameter]:
+    if lora is None:
+        return model.parameter_table(config, head)
+    return model.lora_table(config, lora, head)
 
 
 def _sharding(mesh: Mesh | AbstractMesh, spec: model.Parameter) -> NamedSharding:

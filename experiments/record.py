@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
             actor=config.actor,
             critic=config.critic,
             updates=config.updates,
+            lora=config.lora,
         ),
         sharding.make_mesh(1, 1),
     )

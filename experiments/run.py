@@ -153,6 +153,8 @@ def learner_config(config: RunConfig, sizes: model.ModelConfig) -> LearnerConfig
         micro_batches=config.micro_batches,
         remat=config.remat,
         logprob_chunk=config.logprob_chunk,
+        lora=config.lora,
+        seed=config.seed,
     )
 
 
@@ -232,8 +234,10 @@ class Run:
         host: dict[str, Any] = {}
         if resumed is None:
             folder = sft.warm_start(config, self.parts)
-            actor, _ = hf.load_hf(folder, shardings=self.learner.state_sharding.actor)
-            self.state = self.learner.init(actor)
+            params, _ = hf.load_hf(folder, shardings=self.learner.params_sharding)
+            self.state = self.learner.init(params)
+            # The state has its own copy.
+            del params
         else:
             self.state, host = self._restore(checkpoints, resumed)
             # What a server starts with, and again after it died; the warm start may be gone.
@@ -406,7 +410,7 @@ class Run:
         """Write the actor as an HF folder that servers and evaluate.py take."""
         hf.save_hf(
             folder,
-            self.state.actor,
+            self.learner.policy_params(self.state),
             self.parts.model,
             tokenizer_json=self.parts.tokenizer.to_str(),
             extra_files=sft.side_files(self.parts),
@@ -556,7 +560,7 @@ class Run:
     def _publish(self) -> None:
         """Write the actor's weights and hand them to the servers; folders that nobody reads go."""
         folder = self.run_dir / "weights" / f"v{self.version:06d}"
-        hf.save_hf(folder, self.state.actor, self.parts.model)
+        hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
         self.collector.publish(folder.resolve(), self.version)
         self._weights.append(folder)
         published = self.collector.published_version

@@ -164,9 +164,10 @@ def small(method="copc", **more):
     )
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize(("data", "parallel"), [(1, 1), (4, 1), (1, 4), (2, 2)])
-def test_parameters_and_moments_are_counted_as_the_state_is_placed(data, parallel):
-    config = small()
+def test_parameters_and_moments_are_counted_as_the_state_is_placed(data, parallel, rank):
+    config = small(lora=model.LoraConfig(rank=rank))
     mesh = sharding.make_mesh(data, parallel)
     learner = build_learner(config, mesh)
     actor = model.init(jax.random.key(0), config.model)
