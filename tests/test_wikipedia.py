@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from copc_jax import factbook, wikipedia
+from copc_jax import data, factbook, wikipedia
 from copc_jax.tasks.search import SearchConfig, SearchTask, normalize_answer, parse_action
 from copc_jax.tools.retriever import TantivyRetriever
 
@@ -247,7 +247,7 @@ def test_full_demonstrations_are_right(corpus, retriever, config):
         (config.prompt.format(question=q.question, **dataclasses.asdict(config.tags))): q
         for q in train
     }
-    task = SearchTask(None, retriever, config)
+    task = SearchTask(data.train_tokenizer(["text"], 300), retriever, config)
     lengths = set()
     for episode in factbook.demonstrations(train, retriever, passages, config=config, **options):
         question = right[episode[0][0]]

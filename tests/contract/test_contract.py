@@ -518,17 +518,24 @@ def test_a_response_frozen_in_place_keeps_its_old_cache(api, weights):
 
 
 def test_an_aborting_pause_hands_back_the_part_and_holds_new_requests(api, weights):
-    with api.running({}) as (future,):
-        assert api.post("/pause_generation", {"mode": "abort"}) == PAUSED
-        part = future.result()
-        assert part["meta_info"]["finish_reason"]["type"] == "abort"
-        assert_spans_are_their_weights_own(part)
-        with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(api.generate, max_new_tokens=4, ignore_eos=True)
-            assert api.update(weights["2"], "2")["success"]
-            assert not late.done()
-            assert api.post("/continue_generation", {}) == CONTINUED
-            answer = late.result()
+    # On a busy machine a response can end before the pause is there.
+    for _ in range(5):
+        with api.running({}) as (future,):
+            assert api.post("/pause_generation", {"mode": "abort"}) == PAUSED
+            part = future.result()
+            if part["meta_info"]["finish_reason"]["type"] == "length":
+                continue
+            assert part["meta_info"]["finish_reason"]["type"] == "abort"
+            assert_spans_are_their_weights_own(part)
+            with ThreadPoolExecutor(1) as pool:
+                late = pool.submit(api.generate, max_new_tokens=4, ignore_eos=True)
+                assert api.update(weights["2"], "2")["success"]
+                assert not late.done()
+                assert api.post("/continue_generation", {}) == CONTINUED
+                answer = late.result()
+            break
+    else:
+        pytest.fail("every response had ended before the pause")
     assert spans_of(answer) == [("2", 0, 4)]
     np.testing.assert_allclose(logprob_of(answer), logprobs("2", PROMPT, ids_of(answer)), **CLOSE)
 
@@ -536,8 +543,8 @@ def test_an_aborting_pause_hands_back_the_part_and_holds_new_requests(api, weigh
 def test_an_update_without_a_pause_waits_for_what_runs(api, weights):
     with api.running({}) as (future,):
         assert api.update(weights["1"], "1")["success"]
-        assert future.done()
-        assert spans_of(future.result()) == [("default", 0, 400)]
+        # Its last event may still be on the way.
+        assert spans_of(future.result(timeout=60.0)) == [("default", 0, 400)]
     assert spans_of(api.generate(max_new_tokens=3, ignore_eos=True)) == [("1", 0, 3)]
 
 
