@@ -373,33 +373,37 @@ def test_padding_and_observations_hide_what_lies_there():
 # --- Devices ---------------------------------------------------------------------------------
 
 
+# Every method on the largest mesh, and COPC on every number of devices and both ways to use them.
 @pytest.mark.parametrize(
     ("method", "mesh"),
-    [
-        ("copc", (4, 1)),
-        ("copc", (2, 2)),
-        ("areal", (2, 1)),
-        ("dapo", (2, 2)),
-        ("ppo", (2, 1)),
-        ("m2po", (4, 1)),
-    ],
+    [(method, (4, 2)) for method in METHODS]
+    + [("copc", mesh) for mesh in ((2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (2, 4))],
 )
 def test_devices_change_nothing(method, mesh):
     state, metrics = stepped(method, mesh=mesh)
     want, single = stepped(method)
     assert_close(networks(state), networks(want))
+    assert_close((state.actor_opt, state.critic_opt), (want.actor_opt, want.critic_opt))
+    assert metrics.keys() == single.keys()
     assert_close(metrics, single, tolerance=1e-4)
 
 
-def test_an_odd_number_of_rows_over_devices():
-    odd = unpacked(episodes(5))
+@pytest.mark.parametrize("method", ["copc", "m2po"])
+@pytest.mark.parametrize("trajectories", [1, 5])
+def test_rows_that_devices_do_not_divide_are_filled_with_empty_ones(method, trajectories):
+    group = "scaled" if METHODS[method].group else None
+    made = episodes(trajectories, samples=max(trajectories, 1)) if group else episodes(trajectories)
+    rows = [pack([t], rows=1) for t in made]
+
+    odd = stack(rows)
+    even = stack([*rows, pack([], rows=8 - trajectories)])
     results = []
-    for mesh in ((1, 1), (2, 2)):
-        learner = learner_of("copc", mesh=mesh)
-        batch = jax.device_put(odd, learner.batch_sharding)
+    for mesh, batch in (((1, 1), odd), ((8, 1), even)):
+        learner = learner_of(method, mesh=mesh)
+        batch = jax.device_put(batch, learner.batch_sharding)
         results.append(jax.device_get(learner.step(start(learner), batch)))
-    assert_close(networks(results[0][0]), networks(results[1][0]))
-    assert_close(results[0][1], results[1][1], tolerance=1e-4)
+    assert_close(networks(results[1][0]), networks(results[0][0]))
+    assert_close(results[1][1], results[0][1], tolerance=1e-4)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
