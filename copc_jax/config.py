@@ -623,7 +623,6 @@ class RunConfig:
                 f"cpus {self.cpus} must be among the cores of this process, {allowed}",
             )
 
-
     @property
     def rows(self) -> int:
         """Rows of a batch: one for each trajectory, and empty ones up to a number that divides.

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -58,8 +57,9 @@ class Processes:
     Attributes:
         index: number of this process; 0 writes what all share.
         count: number of all.
-        in_step: whether all processes are known to leave together. They then wait for each other at
-            the end, and what the arrays hold is the same update everywhere.
+        in_step: whether all processes are known to stop at the same place. What the arrays hold is
+            then the same update everywhere, and can be saved.
+        where: what the run is at, such as "update 7": processes that meet elsewhere are refused.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Processes:
     ) -> None:
         self.index, self.count = index, count
         self.in_step = count == 1
+        self.where = "the start"
         self._allowed = allowed
         self._exchanges = 0
 
@@ -77,41 +78,52 @@ class Processes:
 
     # What the hosts tell each other.
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, what: str, value: Any) -> list[Any]:
         """Return the value of every process, on every process; none returns before all have come.
 
         Args:
+            what: name of the exchange; all must be at the same one.
             value: JSON values, bytes and numpy arrays, a megabyte at most.
 
         Raises:
-            PeerError: a process has left, or process 0 cannot be reached.
+            PeerError: a process has left, is at another place, or cannot be reached.
         """
         if self.count == 1:
             return [value]
+        place = f"{what} at {self.where}"
         number, self._exchanges = self._exchanges, self._exchanges + 1
         mine, answer = f"{_KEYS}/{number}/{self.index}", f"{_KEYS}/{number}/all"
+        message = {"place": place, "value": value}
         if not self.first:
-            self._store.key_value_set_bytes(mine, encode_state({"value": value}))
-            return decode_state(self._read(answer))["values"]
-        values = [value]
-        for index in range(1, self.count):
-            key = f"{_KEYS}/{number}/{index}"
-            values.append(decode_state(self._read(key))["value"])
-            self._store.key_value_delete(key)
-        self._store.key_value_set_bytes(answer, encode_state({"values": values}))
-        # All have read the answer before, or they would not have come to this exchange.
-        self._store.key_value_delete(f"{_KEYS}/{number - 1}/all")
-        return values
+            self._store.key_value_set_bytes(mine, encode_state(message))
+            messages = decode_state(self._read(answer))["all"]
+        else:
+            messages = [message]
+            for index in range(1, self.count):
+                key = f"{_KEYS}/{number}/{index}"
+                messages.append(decode_state(self._read(key)))
+                self._store.key_value_delete(key)
+            self._store.key_value_set_bytes(answer, encode_state({"all": messages}))
+            # All have read the answer before, or they would not have come to this exchange.
+            self._store.key_value_delete(f"{_KEYS}/{number - 1}/all")
+        for index, other in enumerate(messages):
+            if other["place"] != place:
+                raise PeerError(
+                    f"the processes are not in step: process {index} is at {other['place']}, "
+                    f"process {self.index} at {place}"
+                )
+        return [other["value"] for other in messages]
 
     def together(
-        self, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
+        self, what: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
     ) -> tuple[T, list[Any]]:
-        """Do `work` on every process, and return its result with what each process tells of its own.
+        """Do `work` on every process; return its result, and what each process tells of its own.
 
         What one process cannot do, none has done: errors and Ctrl-C of one end it on all, at the
         same place of the program.
 
         Args:
+            what: name of the work, as for `gather`.
             work: runs at once; Ctrl-C may interrupt it.
             tell: what the others are told of its result, as `gather` takes it.
 
@@ -135,7 +147,7 @@ class Processes:
         except Exception as error:
             own = error
             outcome["error"] = str(error) or type(error).__name__
-        outcomes = self.gather(outcome)
+        outcomes = self.gather(what, outcome)
         failed = [
             f"process {index}: {each['error']}"
             for index, each in enumerate(outcomes)
@@ -156,41 +168,27 @@ class Processes:
         Raises:
             ValueError: it is not; names `what`, and both values where they are short.
         """
-        for index, other in enumerate(self.gather(value)):
+        for index, other in enumerate(self.gather(what, value)):
             if other != value:
                 raise ValueError(
                     f"{what} differs: process {index} has {_short(other)}, "
                     f"process {self.index} has {_short(value)}"
                 )
 
-    def decided(self, value: T) -> T:
+    def decided(self, what: str, value: T) -> T:
         """Return process 0's value, of JSON, on all processes."""
-        return self.gather(value)[0]
+        return self.gather(what, value)[0]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
         """Return the data of every process, on every process, however large it is."""
         if self.count == 1:
             return [data]
-        sizes = self.gather(len(data))
+        sizes = self.gather(what, len(data))
         # Powers of two: few programs to compile.
         room = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
         room[: len(data)] = np.frombuffer(data, np.uint8)
         rows = multihost_utils.process_allgather(room)
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-    def announce(self, name: str, number: int) -> None:
-        """Tell the others a number that only grows, outside of the exchanges."""
-        if self.count > 1:
-            self._store.key_value_set(f"{_KEYS}/{name}", str(number), allow_overwrite=True)
-
-    def await_announced(self, name: str, number: int) -> None:
-        """Wait until `name` has been announced with `number` or more.
-
-        Raises:
-            PeerError: as `gather`.
-        """
-        while int(self._read(f"{_KEYS}/{name}")) < number:
-            time.sleep(0.05)
 
     # Arrays.
 
@@ -224,9 +222,7 @@ class Processes:
         """Return a tree of arrays that this process can read whole; all processes must call it."""
         if self.count == 1:
             return tree
-        return jax.tree.map(
-            lambda leaf: multihost_utils.process_allgather(leaf, tiled=True), tree
-        )
+        return jax.tree.map(lambda leaf: multihost_utils.process_allgather(leaf, tiled=True), tree)
 
     # The store.
 
@@ -283,15 +279,21 @@ def start(
     except BaseException as error:
         if processes.in_step:
             raise
-        code = error.code if isinstance(error, SystemExit) else 1
-        if isinstance(error, KeyboardInterrupt):
+        # What ends the program may have been said already, and stands before it.
+        cause = (error.__context__ if isinstance(error, SystemExit) else None) or error
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
+        elif isinstance(error, KeyboardInterrupt):
             code = 130
-        elif not isinstance(error, SystemExit):
+        else:
             traceback.print_exc()
-        processes.leave(str(error) if isinstance(error, Exception) else "it was ended")
+            code = 1
+        reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        print(f"process {processes.index} ends alone: {reason}", file=sys.stderr)
+        processes.leave(reason)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+        os._exit(code)
     jax.distributed.shutdown()
 
 
@@ -331,11 +333,11 @@ def _connect(config: DistributedConfig) -> None:
         ) from error
 
 
-def seed(config_seed: int, index: int) -> int:
+def process_seed(seed: int, index: int) -> int:
     """Return the seed of a process's episodes: the run's own for process 0, others for others."""
     if index == 0:
-        return config_seed
-    return int(np.random.SeedSequence((config_seed, index)).generate_state(1)[0])
+        return seed
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
 
 
 def _concatenate(*parts: Batch) -> Batch:
@@ -353,9 +355,3 @@ def _join(sharding: NamedSharding) -> Callable[..., Batch]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def log_file(run_dir: Path, name: str, index: int) -> Path:
-    """Return a process's own file of that name: process 0's has no number."""
-    path = run_dir / name
-    return path if index == 0 else path.with_stem(f"{path.stem}-{index}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
 import json
 import shutil
@@ -31,10 +32,22 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import data, distributed, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
-from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
-from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
+from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract, config_differences
+from copc_jax.config import (
+    PAPER_MODELS,
+    DistributedConfig,
+    MeshConfig,
+    RunConfig,
+    parse,
+    refuse,
+    require_processes,
+    sources,
+    to_dict,
+    to_json,
+)
+from copc_jax.distributed import PeerError
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.client import RolloutError
@@ -48,10 +61,25 @@ RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not Val
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
-    *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
+    *(
+        "eval",
+        "viewer",
+        "cpus",
+        "mesh",
+        "distributed",
+        "rollout.urls",
+        "rollout.control_urls",
+        "rollout.launch",
+    ),
     *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
+)
+
+# Settings that each process of a run may have of its own.
+OWN_SETTINGS = (
+    *("distributed.process_id", "run_dir", "resume", "cache_dir", "cpus"),
+    *("rollout.urls", "rollout.control_urls"),
 )
 
 
@@ -76,15 +104,25 @@ def main(arguments: list[str] | None = None) -> Path:
         with _Interrupts() as interrupts, contextlib.ExitStack() as stack:
             try:
                 assembly.prepare_process(config, config.cpus[0] if config.cpus else None)
-                run_dir.mkdir(parents=True, exist_ok=True)
+                processes = stack.enter_context(
+                    distributed.start(config.distributed, interrupts.allowed)
+                )
+                run_dir = _shared_folder(run_dir, processes)
+                if not processes.first:
+                    log = stack.enter_context(
+                        (run_dir / f"process-{processes.index}.log").open("a")
+                    )
+                    stack.enter_context(contextlib.redirect_stdout(log))
                 print(f"run folder: {run_dir}", flush=True)
-                run = Run(config, run_dir, " ".join(arguments), interrupts, started)
+                run = Run(config, run_dir, " ".join(arguments), interrupts, started, processes)
                 stack.enter_context(run)
             except assembly.START_ERRORS as error:
                 refuse(error)
             run.train()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    if not processes.first:
+        return run_dir
     # A run may keep no episodes.
     with contextlib.suppress(FileNotFoundError):
         print(f"episodes: {viewer.write_page(run_dir)}")
@@ -133,7 +171,7 @@ def check(config: RunConfig) -> None:
 def _say_memory(config: RunConfig, settings: LearnerConfig) -> None:
     print(f"learner's memory on each device of a mesh {config.mesh.data} x {config.mesh.model}, GB")
     mesh = (config.mesh.data, config.mesh.model)
-    shape = (config.batch_size, config.rollout.max_tokens)
+    shape = (config.rows, config.rollout.max_tokens)
     print(memory.device_memory(settings, *mesh, *shape).table(), flush=True)
 
 
@@ -169,7 +207,7 @@ def abstract_state(learner: Learner, sizes: model.ModelConfig) -> Any:
 
 def abstract_batch(learner: Learner, config: RunConfig) -> Batch:
     """Shapes and shardings of a batch as the run packs it."""
-    shape = (config.batch_size, config.rollout.max_tokens)
+    shape = (config.rows, config.rollout.max_tokens)
     integers, floats, truths = (
         jax.ShapeDtypeStruct(shape, kind, sharding=learner.batch_sharding)
         for kind in (np.int32, np.float32, np.bool_)
@@ -196,8 +234,10 @@ class Run:
         command: str,
         interrupts: _Interrupts,
         started: float,
+        processes: distributed.Processes,
     ):
         self.config, self.run_dir, self.command = config, run_dir, command
+        self.processes = processes
         self._interrupts, self._started = interrupts, started
         self.method = METHODS[config.method]
         self._stack = contextlib.ExitStack()
@@ -214,16 +254,18 @@ class Run:
         self._stack.__exit__(*exception)
 
     def _start(self, stack: contextlib.ExitStack) -> None:
-        config, run_dir = self.config, self.run_dir
+        config, run_dir, processes = self.config, self.run_dir, self.processes
+        _check_processes(config, processes)
         checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
-        resumed = self._resumed_step(checkpoints)
+        resumed = processes.decided("the checkpoint", self._resumed_step(checkpoints))
         self.checkpoints = stack.enter_context(checkpoints)
         if resumed is None and (run_dir / metrics.METRICS_FILE).exists():
             raise FileExistsError(f"{run_dir} holds another run: --resume it, or name another one")
-        weights = run_dir / "weights"
-        # Those of an earlier process too; left last, when no server reads them any more.
-        shutil.rmtree(weights, ignore_errors=True)
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        if processes.first:
+            weights = run_dir / "weights"
+            # Those of an earlier process too; left last, when no server reads them any more.
+            shutil.rmtree(weights, ignore_errors=True)
+            stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
         if config.preset is not None:
             print(f"preset {config.preset}: --check=True says what the paper states of it")
@@ -232,7 +274,7 @@ class Run:
         self.learner = self._build_learner()
         host: dict[str, Any] = {}
         if resumed is None:
-            folder = sft.warm_start(config, self.parts)
+            folder = self._warm_start()
             params, _ = hf.load_hf(folder, shardings=self.learner.params_sharding)
             self.state = self.learner.init(params)
             # The state has its own copy.
@@ -244,8 +286,9 @@ class Run:
             self._export(folder)
             print(f"resumed from update {resumed}", flush=True)
         # Only now: a refused resume must not replace the configuration of the run.
-        (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
-        if resumed is None:
+        if processes.first:
+            (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
+        if processes.first and resumed is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
@@ -257,7 +300,10 @@ class Run:
         self.source = stack.enter_context(self._open_source(folder, host))
         self.log = stack.enter_context(
             metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
+            if processes.first
+            else metrics.NoLog()
         )
+        self._started_before = processes.decided("the log", self.log.last_step >= 0)
         self._usage = _Usage(lambda: self.source.server)
 
     def _open_source(
@@ -270,6 +316,7 @@ class Run:
             folder=folder,
             save_weights=self._save_weights,
             host=host,
+            processes=self.processes,
         )
 
     def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
@@ -311,8 +358,43 @@ class Run:
             _say_memory(config, settings)
         return build_learner(settings, mesh)
 
+    def _warm_start(self) -> Path:
+        """Return the HF folder of the weights before the first update.
+
+        Of several processes the first trains it, on devices of its own: the others have nothing to
+        add, and read it from the run folder.
+        """
+        config, processes = self.config, self.processes
+        if processes.count == 1:
+            return sft.warm_start(config, self.parts)
+        if self.parts.folder is not None and not config.sft.updates:
+            return self.parts.folder
+        folder = self.run_dir / "weights" / "start"
+        alone = dataclasses.replace(
+            config,
+            mesh=MeshConfig(config.mesh.data // processes.count, config.mesh.model),
+            distributed=DistributedConfig(),
+        )
+
+        def train() -> None:
+            made = sft.warm_start(alone, self.parts)
+            shutil.copytree(made, folder)
+
+        self._by_first("the warm start", train)
+        return folder
+
+    def _by_first(self, what: str, work: Callable[[], None]) -> None:
+        """Have process 0 do what is done once; the others wait until it is done."""
+        self.processes.together(what, work if self.processes.first else lambda: None)
+
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
+        # Alone, a process may be interrupted anywhere; several stop where all are at one place.
+        alone = self.processes.count == 1
+        with contextlib.nullcontext() if alone else self._interrupts.held():
+            self._train()
+
+    def _train(self) -> None:
         warmup, updates = self.config.critic_warmup_updates, self.config.updates
         if self.method.critic and warmup >= updates:
             self._say(
@@ -321,12 +403,14 @@ class Run:
             )
         self.source.publish(self.version)
         self.source.wait_published()
-        if self.log.last_step < 0:
+        if not self._started_before:
             self.log.log(0, self._evaluate(final=True))
         try:
             while self.version < self._last_version:
                 self._update()
         except KeyboardInterrupt:
+            if not self.processes.in_step:
+                raise
             self._say(f"stopped at update {self.version}, saving a checkpoint")
             # In mode "exact" what is in flight must belong to the version in the checkpoint.
             self.source.publish(self.version)
@@ -336,6 +420,8 @@ class Run:
             self._say(f"error at update {self.version}: {error}")
             # The state is whole between updates, whatever became of servers and episodes.
             try:
+                if not self.processes.in_step:
+                    raise PeerError("it takes all processes")
                 self._save_and_say()
             except Exception as fault:
                 self._say(
@@ -350,7 +436,8 @@ class Run:
         self._say(f"trained model: {self.run_dir / 'model'}")
 
     def _save_weights(self, folder: Path) -> None:
-        hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
+        params = self.processes.whole(self.learner.policy_params(self.state))
+        self._by_first("the weights", lambda: hf.save_hf(folder, params, self.parts.model))
 
     def _save_and_say(self) -> None:
         self._save()
@@ -359,24 +446,29 @@ class Run:
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""
-        hf.save_hf(
-            folder,
-            self.learner.policy_params(self.state),
-            self.parts.model,
-            tokenizer_json=self.parts.tokenizer.to_str(),
-            extra_files=sft.side_files(self.parts),
+        params = self.processes.whole(self.learner.policy_params(self.state))
+        self._by_first(
+            "the model",
+            lambda: hf.save_hf(
+                folder,
+                params,
+                self.parts.model,
+                tokenizer_json=self.parts.tokenizer.to_str(),
+                extra_files=sft.side_files(self.parts),
+            ),
         )
 
     def _update(self) -> None:
         config, clock = self.config, _Clock()
+        self.processes.where = f"update {self.version}"
         self.log.status("waiting for rollouts")
         trajectories = self.source.next_batch(self.batches)
         clock.lap("learner/wait_seconds")
 
         self.log.status("learner step")
-        batch, packed = self._pack(trajectories)
+        minibatches, packed = self._pack(trajectories)
         lag = staging.staleness_stats(trajectories, self.version)
-        device_batch = jax.device_put(batch, self.learner.batch_sharding)
+        device_batch = self.processes.place(minibatches, self.learner.batch_sharding)
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
         with self._interrupts.held():
@@ -384,7 +476,11 @@ class Run:
             values = finish(result)
             trained_by, self.version = self.version, self.version + self.method.minibatches
             self.batches += 1
-        values |= self._logprob_gap(batch, targets, trained_by)
+        # Of several processes each reads the rows that it holds.
+        batch = jax.tree.map(self.processes.rows, device_batch)
+        values |= self.processes.together(
+            "the gap", lambda: self._logprob_gap(batch, targets, trained_by)
+        )[0]
         clock.lap("learner/seconds")
         if self._first:
             self._first = False
@@ -418,6 +514,7 @@ class Run:
             self._save()
         clock.lap("learner/checkpoint_seconds")
         values |= clock.laps | self.source.figures() | self._usage.since_last()
+        values = metrics.merged(self.processes.gather("the figures", values))
         self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
@@ -425,15 +522,15 @@ class Run:
         if every and (last or self.batches % every == 0):
             self._record_episodes(device_batch, targets, packed)
 
-    def _pack(self, trajectories: list[Trajectory]) -> tuple[Batch, list[staging.PackStats]]:
-        """Pack a batch to its fixed shape; each minibatch has rows of its own."""
+    def _pack(self, trajectories: list[Trajectory]) -> tuple[list[Batch], list[staging.PackStats]]:
+        """Pack this process's share of each minibatch to its fixed shape."""
         config, parts = self.config, self.method.minibatches
         size = len(trajectories) // parts
         group = "scaled" if self.method.group else None
         packed = [
             staging.pack(
                 trajectories[i * size : (i + 1) * size],
-                rows=config.batch_size // parts,
+                rows=config.rows // parts // self.processes.count,
                 time=config.rollout.max_tokens,
                 learner_version=self.version,
                 staleness=config.staleness,
@@ -445,8 +542,7 @@ class Run:
             )
             for i in range(parts)
         ]
-        batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
-        return batch, [stats for _, stats in packed]
+        return [batch for batch, _ in packed], [stats for _, stats in packed]
 
     def _logprob_gap(self, batch: Batch, targets: Targets, version: int) -> dict[str, float]:
         """Compare server and learner on tokens that the weights of this update's start sampled.
@@ -459,7 +555,7 @@ class Run:
         fresh = batch.is_action & (batch.weight_version == version)
         if not fresh.any():
             return {}
-        gap = np.abs(jax.device_get(targets.policy_logprob) - batch.behavior_logprob)[fresh]
+        gap = np.abs(self.processes.rows(targets.policy_logprob) - batch.behavior_logprob)[fresh]
         limit = self.config.rollout.logprob_gap_limit
         if gap.mean() > limit:
             raise RolloutError(
@@ -481,13 +577,13 @@ class Run:
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
     ) -> None:
-        """Keep some episodes of a trained batch with the figures of their tokens."""
+        """Keep some episodes of a trained batch, process 0's, with the figures of their tokens."""
         advantage, gradient = self.learner.contributions(batch, targets)
         figures = {"policy_logprob": targets.policy_logprob, "ratio": targets.ratio}
         if self.method.critic:
             figures |= {"value": targets.value, "value_target": targets.value_target}
         figures |= {"advantage": advantage, "gradient": gradient}
-        figures = jax.device_get(figures)
+        figures = jax.device_get(self.processes.whole(figures))
         rows = batch.reward.shape[0] // len(packed)
         places = [
             (trajectory, part * rows + row, start)
@@ -627,7 +723,10 @@ def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 class _Interrupts:
-    """Ctrl-C, and a scheduler's SIGTERM as the same; both can be held off for a moment."""
+    """Ctrl-C, and a scheduler's SIGTERM as the same; both can be held off.
+
+    A second one while the first is held off interrupts at once, whatever is lost by it.
+    """
 
     def __init__(self) -> None:
         self._held = self._pending = False
@@ -647,20 +746,71 @@ class _Interrupts:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Let what is inside finish, and interrupt after it."""
-        self._held = True
+        before, self._held = self._held, True
         try:
             yield
         finally:
-            self._held = False
-        if self._pending:
+            self._held = before
+        self._interrupt_now()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let what is inside be interrupted, within what is held off."""
+        before, self._held = self._held, False
+        try:
+            self._interrupt_now()
+            yield
+        finally:
+            self._held = before
+
+    def _interrupt_now(self) -> None:
+        if self._pending and not self._held:
             self._pending = False
             raise KeyboardInterrupt
 
     def _interrupt(self, *_: object) -> None:
-        if self._held:
+        if self._held and not self._pending:
             self._pending = True
         else:
+            self._pending = False
             raise KeyboardInterrupt
+
+
+def _shared_folder(run_dir: Path, processes: distributed.Processes) -> Path:
+    """Make the run folder, which process 0 names.
+
+    Raises:
+        FileNotFoundError: another process does not see it.
+    """
+    run_dir = Path(processes.decided("the run folder", str(run_dir)))
+
+    def make() -> None:
+        if processes.first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+
+    def look() -> None:
+        if not run_dir.is_dir():
+            raise FileNotFoundError(
+                f"{run_dir.absolute()}, the run folder of process 0, is not there: it must lie "
+                "where all processes see it under the same path"
+            )
+
+    processes.together("the run folder", make)
+    processes.together("the run folder", look)
+    return run_dir
+
+
+def _check_processes(config: RunConfig, processes: distributed.Processes) -> None:
+    """Refuse a run that cannot be split, or whose processes were given different settings."""
+    require_processes(config, processes.count)
+    mine = to_dict(config)
+    for index, other in enumerate(processes.gather("the settings", mine)):
+        differences = config_differences(other, mine, OWN_SETTINGS)
+        if differences:
+            raise ValueError(
+                f"processes {index} and {processes.index} have different settings: "
+                + "; ".join(differences)
+            )
 
 
 def _new_run_dir(config: RunConfig) -> Path:
