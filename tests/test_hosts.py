@@ -1,5 +1,6 @@
 """Several learner processes: real ones on loopback, with the collectives of CPUs."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -170,7 +171,7 @@ def test_processes_ask_different_prompts_with_different_seeds(undisturbed):
         for index in range(3)
         for stream in [data.prompt_iterator(prompts, 0, process_index=index, process_count=3)]
     ]
-    assert sorted(sum(shares, [])) == sorted(prompt.prompt_id for prompt in prompts)
+    assert sorted(itertools.chain(*shares)) == sorted(prompt.prompt_id for prompt in prompts)
 
 
 def test_a_killed_process_ends_the_job_which_resumes_exactly(undisturbed, cache, tmp_path):
@@ -183,7 +184,7 @@ def test_a_killed_process_ends_the_job_which_resumes_exactly(undisturbed, cache,
         codes = job.wait(300)
         assert codes[0] not in (0, None) and codes[1] == -signal.SIGKILL, job.text()
         assert "another task died" in job.text() or "process 0 ends alone" in job.text()
-        _, alive = psutil.wait_procs(sum(children, []), timeout=60)
+        _, alive = psutil.wait_procs([*itertools.chain(*children)], timeout=60)
         assert not alive
 
     more = [f"--resume={run_dir}", "--updates=2000"]
@@ -254,7 +255,8 @@ def test_rollouts_are_dealt_to_another_number_of_processes():
     dealt = deal_states(old, [None] * 4, [0, 5, 6, 7])
     assert [each["batch_size"] for each in dealt] == [2] * 4
     assert [len(each["groups"]) for each in dealt] == [2] * 4
-    names = [g["prompt"]["prompt_id"] for turn in zip(*(d["groups"] for d in dealt)) for g in turn]
+    turns = zip(*(each["groups"] for each in dealt), strict=True)
+    names = [group["prompt"]["prompt_id"] for turn in turns for group in turn]
     # In the order in which they would have been trained on.
     assert names == ["6", "6", "7", "7", "8", "8", "9", "10"]
     for each in dealt:
