@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import access, data, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
@@ -50,7 +50,7 @@ RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not Val
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
@@ -303,7 +303,8 @@ class Run:
         return build_learner(settings, mesh)
 
     def _start_server(self, stack: contextlib.ExitStack, folder: Path) -> ServerProcess | None:
-        server = assembly.launch(self.config, folder, self.run_dir / "server.log")
+        self._key = assembly.server_key(self.config)
+        server = assembly.launch(self.config, folder, self.run_dir / "server.log", self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server, self._say))
@@ -312,7 +313,7 @@ class Run:
 
     def _start_collector(self, stack: contextlib.ExitStack, host: dict[str, Any]) -> Collector:
         config = self.config
-        self.client = assembly.client(config, self.urls, on_event=self._server_event)
+        self.client = assembly.client(config, self.urls, on_event=self._server_event, key=self._key)
         budget = assembly.budget(config)
         sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
@@ -678,8 +679,9 @@ class _Usage:
             used["rollout/cpu_fraction"] = times.user + times.system
         # A server that is starting again, or SGLang, does not tell.
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            url = f"{self._server.url}/server_info"
-            with urllib.request.urlopen(url, timeout=2.0) as answer:
+            headers = access.bearer(self._server.api_key)
+            request = urllib.request.Request(f"{self._server.url}/server_info", headers=headers)
+            with urllib.request.urlopen(request, timeout=2.0) as answer:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory
