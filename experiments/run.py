@@ -425,7 +425,7 @@ class Run:
 
         self.log.status("learner step")
         batch, packed = self._pack(trajectories)
-        lag = staging.staleness_stats(trajectories, self.version)
+        lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
@@ -595,9 +595,14 @@ class Run:
         )
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-        lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
+        # Each minibatch has rows of its own, and is trained on one version later than the last one.
+        parts = self.method.minibatches
+        trained_by = (
+            self.version - parts + np.arange(len(batch.is_action)) * parts // len(batch.is_action)
+        )
+        lags = trained_by[:, None] - batch.weight_version
         return {
-            "lag/tokens": np.asarray(lags),
+            "lag/tokens": lags[np.asarray(batch.is_action)],
             "length/tokens": np.asarray([len(t.token_ids) for t in trajectories]),
             "reward": np.asarray([t.reward for t in trajectories]),
         }
