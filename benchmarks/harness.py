@@ -143,14 +143,16 @@ class Process:
 
     def close(self) -> None:
         """End it and wait, so that its CPU time counts as ours."""
-        assert self._process.stdin is not None
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            process.stdin.close()
+        process.stdout.close()
         try:
-            self._process.wait(30)
+            process.wait(30)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
 
 
 # -------------------------------------------------------------------------------- results
