@@ -118,6 +118,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._finish_log()
 
     def restart(self) -> None:
         """End the process if it runs, and start it again at the same address.
@@ -150,11 +151,12 @@ class ServerProcess:
                 env={**os.environ, **self._environment},
                 start_new_session=True,
             )
+        self._copying = None
         if self.process.stdout is not None:
-            copy = threading.Thread(
+            self._copying = threading.Thread(
                 target=self._copy, args=(self.process.stdout,), name="server log", daemon=True
             )
-            copy.start()
+            self._copying.start()
         deadline = time.monotonic() + self._timeout_s
         try:
             while (port := self._probe(self._port)) is None:
@@ -174,7 +176,14 @@ class ServerProcess:
             for line in output:
                 log.write(access.hide(line.decode(errors="replace"), self.api_key).encode())
 
+    def _finish_log(self) -> None:
+        """Wait for what an ended process has printed."""
+        if self._copying is not None:
+            self._copying.join(5.0)
+
     def _failure(self, what: str) -> str:
+        if not self.alive():
+            self._finish_log()
         return (
             f"the rollout server {what}: {shlex.join(self._command_line)}\n"
             f"Its log, {self.log_file}, ends with:\n{self.log_tail()}"
