@@ -108,8 +108,9 @@ class Generator:
 
     def _start_server(self, stack: contextlib.ExitStack) -> ServerProcess | None:
         index, urls = self.processes.index, own_urls(self.config, self.processes)
+        self._key = assembly.server_key(self.config)
         log = self.run_dir / ("server.log" if index == 0 else f"server-{index}.log")
-        server = assembly.launch(self.config, self._folder, log)
+        server = assembly.launch(self.config, self._folder, log, self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server))
@@ -118,7 +119,7 @@ class Generator:
 
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
         config, method = self.config, METHODS[self.config.method]
-        self.client = assembly.client(config, self.urls, on_event=_server_event)
+        self.client = assembly.client(config, self.urls, on_event=_server_event, key=self._key)
         budget = assembly.budget(config)
         sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
