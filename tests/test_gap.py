@@ -8,7 +8,7 @@ import pytest
 from scripted_server import LOGPROB, Behave, Json, ScriptedServer, Status, Tokens
 
 from copc_jax.rollout.client import RolloutError, SGLangClient
-from copc_jax.rollout.gap import LogprobGap, Reference
+from copc_jax.rollout.gap import LogprobGap, Reference, decode_gap
 
 IDS = [3, 4, 5, 6, 7]
 ACTION = [False, False, True, True, False]
@@ -228,24 +228,29 @@ def test_one_server_above_the_limit_is_an_error_that_names_it():
 
         async def steps(gap):
             await gap.offer(1, [reference()] * 8)
-            return await settled(gap)
+            found = await settled(gap)
+            await gap.check()
+            return found
+
+        async def again(gap):
+            await gap.offer(1, [reference()] * 8)
+            assert (await settled(gap))["rollout/logprob_gap_max"] == pytest.approx(0.3)
+            await gap.offer(100, [reference()])
 
         with pytest.raises(RolloutError, match=r"rollout\.logprob_gap_limit") as refused:
             measure([one, other], steps, limit=0.2)
+        with pytest.raises(RolloutError, match=r"rollout\.logprob_gap_limit"):
+            measure([one, other], again, limit=0.2)
         assert other.url in str(refused.value) and one.url not in str(refused.value)
         assert "8 tokens" in str(refused.value) and "version 1" in str(refused.value)
         assert measure([one, other], steps, limit=math.inf)["rollout/logprob_gap_tokens"] == 16
 
 
-def test_sampled_tokens_are_held_to_the_same_limit(server):
-    async def steps(gap):
-        near, far = np.float32([-1.0, -2.0]), np.float32([-1.0, -2.2])
-        found = gap.check(near, far, 5), gap.check(near[:0], far[:0], 5)
-        with pytest.raises(RolloutError, match="2 tokens that version 5 sampled"):
-            gap.check(near, far - 0.1, 5)
-        return found
-
-    some, none = measure([server], steps, limit=0.15)
-    assert some["rollout/decode_gap_mean"] == pytest.approx(0.1)
-    assert some["rollout/decode_gap_max"] == pytest.approx(0.2)
-    assert none == {"rollout/decode_gap_tokens": 0}
+def test_sampled_tokens_are_held_to_the_same_limit():
+    near, far = np.float32([-1.0, -2.0]), np.float32([-1.0, -2.2])
+    found = decode_gap(near, far, 5, 0.15)
+    assert found["rollout/decode_gap_mean"] == pytest.approx(0.1)
+    assert found["rollout/decode_gap_max"] == pytest.approx(0.2)
+    assert decode_gap(near[:0], far[:0], 5, 0.15) == {"rollout/decode_gap_tokens": 0}
+    with pytest.raises(RolloutError, match="2 tokens that version 5 sampled"):
+        decode_gap(near, far - 0.1, 5, 0.15)

@@ -39,8 +39,8 @@ class Reference:
 class LogprobGap:
     """Has servers score what the learner has scored, before they get newer weights.
 
-    `publish` stands for the client's, and everything but `check` runs on its event loop. The
-    servers take turns. A request that fails, or is answered by other weights, is counted and
+    `publish` stands for the client's, and everything runs on its event loop. The servers take
+    turns. A request that fails, or is answered by other weights, is counted and
     changes nothing else.
     """
 
@@ -79,43 +79,34 @@ class LogprobGap:
 
         What belongs to the version that servers hold now is scored now: with each call, as long as
         they hold it.
+
+        Raises:
+            RolloutError: as `check`.
         """
+        await self.check()
         held = self._client.published_version
         if references and (held is None or version >= held):
             self._references[version] = references
         if held is not None and not self._publishing:
             self._start(held)
 
-    async def since_last(self) -> dict[str, float]:
-        """Give the figures of what was compared since the call before.
+    async def check(self) -> None:
+        """Do nothing while all servers agree with the learner.
 
         Raises:
             RolloutError: the gap of a server was above the limit.
         """
         if self._error is not None:
             raise self._error
+
+    async def since_last(self) -> dict[str, float]:
+        """Give the figures of what was compared since the call before."""
         gaps, self._gaps = self._gaps, []
         skipped, self._skipped = self._skipped, 0
         return {
             **_figures("rollout/logprob_gap", np.concatenate([np.zeros(0, np.float32), *gaps])),
             "rollout/logprob_gap_skipped": float(skipped),
         }
-
-    def check(
-        self, policy_logprob: np.ndarray, behavior_logprob: np.ndarray, version: int
-    ) -> dict[str, float]:
-        """Compare tokens that `version` sampled with the learner's log-probabilities of them.
-
-        Unlike a score, these come from decoding, one token at a time with cached keys and values.
-
-        Raises:
-            RolloutError: the gap is above the limit.
-        """
-        gap = np.abs(policy_logprob - behavior_logprob)
-        if gap.size and gap.mean() > self._limit:
-            what = f"{gap.size} tokens that version {version} sampled"
-            raise self._refusal(what, gap, "This update has trained on them")
-        return _figures("rollout/decode_gap", gap)
 
     def _start(self, version: int) -> None:
         references = self._references.get(version)
@@ -140,7 +131,8 @@ class LogprobGap:
             self._gaps.append(gap)
             if gap.size and gap.mean() > self._limit and self._error is None:
                 what = f"{gap.size} tokens that {url} scored with version {version}"
-                self._error = self._refusal(what, gap, "Updates may have trained on its samples")
+                consequence = "Updates may have trained on its samples"
+                self._error = _refusal(what, gap, self._limit, consequence)
 
     async def _compare(self, url: str, version: int, reference: Reference) -> np.ndarray:
         """Give |learner - server| of the action tokens; none when there is nothing to compare."""
@@ -160,14 +152,32 @@ class LogprobGap:
         self._warned.discard(url)
         return np.abs(logprob - reference.logprob[:length])[reference.is_action[:length]]
 
-    def _refusal(self, what: str, gap: np.ndarray, consequence: str) -> RolloutError:
-        return RolloutError(
-            f"server and learner disagree on {what}: mean |log-prob difference| {gap.mean():.3g} "
-            f"nats, largest {gap.max():.3g}, limit {self._limit:g} (rollout.logprob_gap_limit). "
-            "Likely causes: the server keeps other weights than it says, or stale keys and values; "
-            "it computes in lower precision (dtype, quantization); it changes logits (temperature, "
-            f"penalties, a logit processor). {consequence}"
-        )
+
+def decode_gap(
+    policy_logprob: np.ndarray, behavior_logprob: np.ndarray, version: int, limit: float
+) -> dict[str, float]:
+    """Compare tokens that `version` sampled with the learner's log-probabilities of them.
+
+    Unlike scores, these come from decoding, one token at a time with cached keys and values.
+
+    Raises:
+        RolloutError: the mean gap is above the limit, in nats.
+    """
+    gap = np.abs(policy_logprob - behavior_logprob)
+    if gap.size and gap.mean() > limit:
+        what = f"{gap.size} tokens that version {version} sampled"
+        raise _refusal(what, gap, limit, "This update has trained on them")
+    return _figures("rollout/decode_gap", gap)
+
+
+def _refusal(what: str, gap: np.ndarray, limit: float, consequence: str) -> RolloutError:
+    return RolloutError(
+        f"server and learner disagree on {what}: mean |log-prob difference| {gap.mean():.3g} "
+        f"nats, largest {gap.max():.3g}, limit {limit:g} (rollout.logprob_gap_limit). "
+        "Likely causes: the server keeps other weights than it says, or stale keys and values; "
+        "it computes in lower precision (dtype, quantization); it changes logits (temperature, "
+        f"penalties, a logit processor). {consequence}"
+    )
 
 
 def _figures(name: str, gap: np.ndarray) -> dict[str, float]:
