@@ -106,7 +106,9 @@ class Generator:
         self._stack.__exit__(*exception)
 
     def _start_server(self, stack: contextlib.ExitStack) -> ServerProcess | None:
-        server = assembly.launch(self.config, self._folder, self.run_dir / "server.log")
+        self._key = assembly.server_key(self.config)
+        log = self.run_dir / "server.log"
+        server = assembly.launch(self.config, self._folder, log, self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server))
@@ -115,7 +117,7 @@ class Generator:
 
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
         config, method = self.config, METHODS[self.config.method]
-        self.client = assembly.client(config, self.urls, on_event=_server_event)
+        self.client = assembly.client(config, self.urls, on_event=_server_event, key=self._key)
         self._gap = LogprobGap(self.client, limit=config.rollout.logprob_gap_limit)
         budget = assembly.budget(config)
         sampling = SamplingParams(
