@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -153,12 +153,13 @@ class Processes:
             for index, each in enumerate(outcomes)
             if each["error"] is not None
         ]
-        self.in_step = bool(failed) or any(each["interrupted"] for each in outcomes)
+        interrupted = any(each["interrupted"] for each in outcomes)
+        self.in_step = self.in_step or bool(failed) or interrupted
         if own is not None:
             raise own
         if failed:
             raise PeerError("; ".join(failed))
-        if self.in_step:
+        if interrupted:
             raise KeyboardInterrupt
         return result, [each["told"] for each in outcomes]
 
@@ -192,31 +193,42 @@ class Processes:
 
     # Arrays.
 
-    def place(self, minibatches: Sequence[Batch], sharding: NamedSharding) -> Batch:
-        """Put rows that each process packed on the devices, as one batch.
+    def place(self, batch: Batch, minibatches: int, sharding: NamedSharding) -> Batch:
+        """Put the rows that each process packed on the devices, as one batch.
 
         Args:
-            minibatches: this process's rows of each minibatch, of one shape on all processes.
-            sharding: of the batch's rows.
+            batch: this process's rows of each minibatch, one after the other; of one shape on all
+                processes.
+            minibatches: of the whole batch.
+            sharding: of its rows.
 
         Returns:
             The minibatches in order; the rows of each are those of process 0, of process 1 and so
             on.
         """
         if self.count == 1:
-            return jax.device_put(_concatenate(*minibatches), sharding)
+            return jax.device_put(batch, sharding)
+        parts = [
+            jax.tree.map(lambda x, i=i: np.split(x, minibatches)[i], batch)
+            for i in range(minibatches)
+        ]
         placed = [
             jax.tree.map(functools.partial(jax.make_array_from_process_local_data, sharding), part)
-            for part in minibatches
+            for part in parts
         ]
-        return placed[0] if len(placed) == 1 else _join(sharding)(*placed)
+        return placed[0] if minibatches == 1 else _join(sharding)(*placed)
 
-    def rows(self, array: jax.Array) -> np.ndarray:
-        """Return the rows of a [rows, ...] array that lie on this process's devices, in order."""
+    def own(self, array: jax.Array, minibatches: int) -> np.ndarray:
+        """Return the rows of an array that stand where `place` put this process's, in its order."""
         if self.count == 1:
             return np.asarray(array)
-        shards = {shard.index[0].start or 0: shard for shard in array.addressable_shards}
-        return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
+        sharding = array.sharding
+        parts = [array] if minibatches == 1 else _cut(sharding, minibatches)(array)
+        rows = []
+        for part in parts:
+            shards = {shard.index[0].start or 0: shard for shard in part.addressable_shards}
+            rows += [np.asarray(shards[start].data) for start in sorted(shards)]
+        return np.concatenate(rows)
 
     def whole(self, tree: Any) -> Any:
         """Return a tree of arrays that this process can read whole; all processes must call it."""
@@ -340,16 +352,17 @@ def process_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
 
 
-def _concatenate(*parts: Batch) -> Batch:
-    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
-
-
 @functools.cache
 def _join(sharding: NamedSharding) -> Callable[..., Batch]:
     def join(*parts: Batch) -> Batch:
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return jax.jit(join, out_shardings=sharding)
+
+
+@functools.cache
+def _cut(sharding: Any, count: int) -> Callable[[jax.Array], list[jax.Array]]:
+    return jax.jit(lambda x: jnp.split(x, count), out_shardings=[sharding] * count)
 
 
 def _short(value: Any) -> str:

@@ -18,9 +18,12 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     rollout/tokens_per_second sampled tokens
     rollout/busy_fraction     share of the time since the last line in which the generator sampled
     rollout/admission_fraction  share of that time in which it waited for admission
-    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, over the
-                              logprob_gap_tokens action tokens of the batch at lag 0; absent
-                              without any
+    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, of the
+                              logprob_gap_tokens action tokens that servers scored since the last
+                              line with a version that the learner has trained from; without
+                              logprob_gap_skipped trajectories that gave no comparison
+    rollout/decode_gap_mean, sd, p95, max  the same of the decode_gap_tokens action tokens of the
+                              batch at lag 0, as they were sampled
     eval/em, em_low, em_high  greedy held-out exact match (0 to 1) and its 95% interval
     eval/count                held-out questions of that evaluation
     actor/*, critic/*         loss metrics by the names of copc_jax.losses
@@ -136,6 +139,7 @@ _ADDED = (
     *("batch/", "lag/histogram", "lag/trajectory_histogram", "rollout/tokens_per_second"),
     *("rollout/buffered", "rollout/in_flight", "rollout/failed", "rollout/aborted"),
     *("rollout/reissued", "rollout/lost", "rollout/filtered", "rollout/skipped"),
+    "rollout/logprob_gap_skipped",
 )
 _AVERAGED = ("reward/", "task/", "length/", "rollout/busy_fraction", "rollout/admission_fraction")
 
@@ -165,10 +169,9 @@ def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "lag/histogram" in result:
         counts = (result["lag/histogram"], result["lag/trajectory_histogram"])
         result |= lag_values(*(np.asarray(each) for each in counts))
-    return result | _merged_gap([row for row in rows if f"{_GAP}_tokens" in row])
-
-
-_GAP = "rollout/logprob_gap"
+    return (
+        result | _merged_gap(rows, "rollout/logprob_gap") | _merged_gap(rows, "rollout/decode_gap")
+    )
 
 
 def _of_source(name: str) -> bool:
@@ -185,18 +188,19 @@ def _sum(values: Sequence[Any]) -> Any:
     return total.tolist()
 
 
-def _merged_gap(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _merged_gap(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    rows = [row for row in rows if f"{name}_mean" in row]
     if not rows:
         return {}
-    tokens = np.asarray([row[f"{_GAP}_tokens"] for row in rows])
-    mean, sd = (np.asarray([row[f"{_GAP}_{name}"] for row in rows]) for name in ("mean", "sd"))
-    whole = float(np.average(mean, weights=tokens))
-    square = float(np.average(sd**2 + mean**2, weights=tokens))
+    tokens = [row[f"{name}_tokens"] for row in rows]
+    means, sds = (np.asarray([row[f"{name}_{kind}"] for row in rows]) for kind in ("mean", "sd"))
+    mean = float(np.average(means, weights=tokens))
+    square = float(np.average(sds**2 + means**2, weights=tokens))
     return {
-        f"{_GAP}_tokens": float(tokens.sum()),
-        f"{_GAP}_mean": whole,
-        f"{_GAP}_sd": math.sqrt(max(square - whole**2, 0.0)),
-        **{f"{_GAP}_{name}": max(row[f"{_GAP}_{name}"] for row in rows) for name in ("p95", "max")},
+        f"{name}_tokens": float(sum(tokens)),
+        f"{name}_mean": mean,
+        f"{name}_sd": math.sqrt(max(square - mean**2, 0.0)),
+        **{f"{name}_{kind}": max(row[f"{name}_{kind}"] for row in rows) for kind in ("p95", "max")},
     }
 
 

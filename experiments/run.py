@@ -61,8 +61,8 @@ from copc_jax.config import (
 from copc_jax.distributed import PeerError
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import RolloutError
 from copc_jax.rollout.collector import CollectorError
+from copc_jax.rollout.gap import Reference, decode_gap
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
@@ -75,7 +75,8 @@ MAY_DIFFER = (
     *("eval", "viewer", "cpus", "mesh", "distributed", "rollout.api_key"),
     *("rollout.urls", "rollout.control_urls", "rollout.launch"),
     *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
-    *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
+    *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
+    *("rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
 
@@ -469,9 +470,11 @@ class Run:
         clock.lap("learner/wait_seconds")
 
         self.log.status("learner step")
-        minibatches, packed = self._pack(trajectories)
+        batch, packed = self._pack(trajectories)
         lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
-        device_batch = self.processes.place(minibatches, self.learner.batch_sharding)
+        device_batch = self.processes.place(
+            batch, self.method.minibatches, self.learner.batch_sharding
+        )
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
         with self._interrupts.held():
@@ -479,11 +482,7 @@ class Run:
             values = finish(result)
             trained_by, self.version = self.version, self.version + self.method.minibatches
             self.batches += 1
-        # Of several processes each reads the rows that it holds.
-        batch = jax.tree.map(self.processes.rows, device_batch)
-        values |= self.processes.together(
-            "the gap", lambda: self._logprob_gap(batch, targets, trained_by)
-        )[0]
+        values |= self._compare_logprobs(batch, packed, targets, trained_by)
         clock.lap("learner/seconds")
         if self._first:
             self._first = False
@@ -525,7 +524,7 @@ class Run:
         if every and (last or self.batches % every == 0):
             self._record_episodes(device_batch, targets, packed)
 
-    def _pack(self, trajectories: list[Trajectory]) -> tuple[list[Batch], list[staging.PackStats]]:
+    def _pack(self, trajectories: list[Trajectory]) -> tuple[Batch, list[staging.PackStats]]:
         """Pack this process's share of each minibatch to its fixed shape."""
         config, parts = self.config, self.method.minibatches
         size = len(trajectories) // parts
@@ -545,37 +544,38 @@ class Run:
             )
             for i in range(parts)
         ]
-        return [batch for batch, _ in packed], [stats for _, stats in packed]
+        batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
+        return batch, [stats for _, stats in packed]
 
-    def _logprob_gap(self, batch: Batch, targets: Targets, version: int) -> dict[str, float]:
-        """Compare server and learner on tokens that the weights of this update's start sampled.
+    def _own_rows(self, array: jax.Array) -> np.ndarray:
+        """Return the rows of the whole batch that `_pack` packed here, in the same order."""
+        return self.processes.own(array, self.method.minibatches)
 
-        There the two compute the same number, and differ by their arithmetic only.
+    def _compare_logprobs(
+        self, batch: Batch, packed: list[staging.PackStats], targets: Targets, version: int
+    ) -> dict[str, float]:
+        """Compare server and learner on tokens that `version` sampled, and have others scored.
 
         Raises:
             RolloutError: they differ by more than the limit.
         """
+        logprob = self._own_rows(targets.policy_logprob)
+        places = _places(len(logprob), packed)
+        count = min(self.config.rollout.logprob_gap_trajectories, len(places))
+        references = []
+        for index in range(count):
+            # Others of the batch with every update.
+            trajectory, row, place = places[(version + index * len(places) // count) % len(places)]
+            own = logprob[row, place].copy()
+            references.append(Reference(trajectory.token_ids, trajectory.is_action, own))
+        self.source.compare(version, references)
         fresh = batch.is_action & (batch.weight_version == version)
-        if not fresh.any():
-            return {}
-        gap = np.abs(self.processes.rows(targets.policy_logprob) - batch.behavior_logprob)[fresh]
         limit = self.config.rollout.logprob_gap_limit
-        if gap.mean() > limit:
-            raise RolloutError(
-                f"server and learner disagree on {gap.size} tokens that version {version} sampled: "
-                f"mean |log-prob difference| {gap.mean():.3g} nats, largest {gap.max():.3g}, limit "
-                f"{limit:g} (rollout.logprob_gap_limit). Likely causes: the server keeps other "
-                "weights than it says, or stale keys and values; it computes in lower precision "
-                "(dtype, quantization); it changes logits (temperature, penalties, a logit "
-                "processor). This update has trained on them"
-            )
-        return {
-            "rollout/logprob_gap_mean": float(gap.mean()),
-            "rollout/logprob_gap_sd": float(gap.std()),
-            "rollout/logprob_gap_p95": float(np.quantile(gap, 0.95)),
-            "rollout/logprob_gap_max": float(gap.max()),
-            "rollout/logprob_gap_tokens": float(gap.size),
-        }
+        figures, _ = self.processes.together(
+            "the gap",
+            lambda: decode_gap(logprob[fresh], batch.behavior_logprob[fresh], version, limit),
+        )
+        return figures
 
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
@@ -586,16 +586,10 @@ class Run:
         if self.method.critic:
             figures |= {"value": targets.value, "value_target": targets.value_target}
         figures |= {"advantage": advantage, "gradient": gradient}
-        figures = jax.device_get(self.processes.whole(figures))
-        rows = batch.reward.shape[0] // len(packed)
-        places = [
-            (trajectory, part * rows + row, start)
-            for part, stats in enumerate(packed)
-            for trajectory, row, start in stats.places
-        ]
+        figures = {name: self._own_rows(values) for name, values in figures.items()}
+        places = _places(len(figures["ratio"]), packed) if self.processes.first else []
         wanted = self.config.viewer.episodes
-        for trajectory, row, start in places[:: max(len(places) // wanted, 1)][:wanted]:
-            place = slice(start, start + trajectory.token_ids.size)
+        for trajectory, row, place in places[:: max(len(places) // wanted, 1)][:wanted]:
             record = viewer.record(
                 trajectory,
                 self.parts.tokenizer,
@@ -696,6 +690,16 @@ class _Usage:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory
+
+
+def _places(rows: int, packed: list[staging.PackStats]) -> list[tuple[Trajectory, int, slice]]:
+    """Where each trajectory stands in a batch of so many rows: its row and its slots."""
+    rows //= len(packed)
+    return [
+        (trajectory, part * rows + row, slice(start, start + trajectory.token_ids.size))
+        for part, stats in enumerate(packed)
+        for trajectory, row, start in stats.places
+    ]
 
 
 def source_figures(

@@ -24,12 +24,11 @@ def main(method: str, file: str, coordinator: str, processes: int, process_id: i
 
         learner = test_learner.learner_of(method, mesh=(processes, 2))
         whole = test_learner.batch_for(method)
-        minibatches = np.arange(test_learner.ROWS).reshape(2, processes, -1)[:, process_id]
-        own = [jax.tree.map(lambda x, i=rows: x[i], whole) for rows in minibatches]
-        batch = group.place(own, learner.batch_sharding)
-        # Whoever packed them, the rows of a device are those of the whole batch in its order.
-        rows = np.arange(test_learner.ROWS).reshape(processes, -1)[process_id]
-        np.testing.assert_array_equal(group.rows(batch.token_ids), whole.token_ids[rows])
+        rows = np.arange(test_learner.ROWS).reshape(2, processes, -1)[:, process_id].ravel()
+        mine = jax.tree.map(lambda x: x[rows], whole)
+        batch = group.place(mine, 2, learner.batch_sharding)
+        np.testing.assert_array_equal(group.whole(batch.token_ids), whole.token_ids)
+        np.testing.assert_array_equal(group.own(batch.token_ids, 2), mine.token_ids)
         state, metrics = learner.step(test_learner.start(learner), batch)
         networks = group.whole({"actor": state.actor, "critic": state.critic})
         metrics = jax.device_get(metrics)

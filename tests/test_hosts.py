@@ -154,7 +154,7 @@ def test_two_processes_leave_one_run(undisturbed):
         # Both shares of each batch, of the weights in training.
         assert sum(row["lag/trajectory_histogram"]) == 8 and row["lag/max"] == 0
         assert row["coupling/ratio"] == pytest.approx(1.0, abs=1e-3)
-        assert row["rollout/logprob_gap_tokens"] == row["batch/action_tokens"]
+        assert row["rollout/decode_gap_tokens"] == row["batch/action_tokens"]
     assert rows[0]["eval/count"] == rows[-1]["eval/count"] == 3
     # Process 0 removes the weights when no server reads them any more.
     assert not (undisturbed / "weights").exists()
@@ -164,7 +164,9 @@ def test_processes_ask_different_prompts_with_different_seeds(undisturbed):
     saved = states(undisturbed, 4)
     assert [state["batch_size"] for state in saved] == [4, 4]
     assert saved[0]["seed"] == 0 != saved[1]["seed"]
-    assert [state["prompts"]["position"]["next_index"] for state in saved] == [16, 16]
+    # Four batches, and what the last weights may begin.
+    for state in saved:
+        assert 16 <= state["prompts"]["position"]["next_index"] == state["submitted"] <= 20
     prompts = [data.Prompt(str(i)) for i in range(11)]
     shares = [
         [next(stream).prompt_id for _ in range(-(-(11 - index) // 3))]

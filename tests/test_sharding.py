@@ -100,6 +100,14 @@ def test_training_compiles_once_and_keeps_moments_with_their_parameters():
     for moments in (adam.mu, adam.nu):
         assert jax.tree.map(lambda leaf: leaf.sharding, moments) == shardings
     assert adam.count.sharding == sharding.replicated(mesh)
+    # A quarter of all of it, and the norms, which are small and whole.
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((params, adam)))
+    held = dict.fromkeys(mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves((params, adam)):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert len(set(held.values())) == 1
+    assert whole / 4 <= held[mesh.devices[0, 0]] < 0.27 * whole
 
     traces = []
 
