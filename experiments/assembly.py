@@ -27,6 +27,7 @@ from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
+from copc_jax.rollout.recording import RecordingError
 from copc_jax.tasks import math
 from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
 from copc_jax.tasks.verify import Verifier, VerifierError, check_gold
@@ -42,6 +43,7 @@ START_ERRORS = (
     SandboxError,
     VerifierError,
     CheckpointError,
+    RecordingError,
     FileExistsError,
     FileNotFoundError,
     ImportError,
