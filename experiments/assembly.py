@@ -489,6 +489,8 @@ def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | N
         max_length=config.rollout.max_tokens,
         cpus=config.cpus[1:] if config.cpus else (),
         compilation_cache=compiled_programs(config),
+        # Mode "exact" is for controlled comparisons: two runs with one seed are to be the same.
+        arguments=["--enable-deterministic-inference"] if config.staleness_mode == "exact" else [],
     )
 
 

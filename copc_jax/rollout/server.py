@@ -653,6 +653,12 @@ def _parser() -> argparse.ArgumentParser:
         default=default.attend,
         help="compiled decode lengths below --max-length, such as 128,256",
     )
+    add(
+        "--enable-deterministic-inference",
+        dest="deterministic",
+        action="store_true",
+        help="same bits for a request whatever else runs; SGLang's flag of that name",
+    )
     add("--compilation-cache", type=Path, help="folder that keeps compiled programs between runs")
     add("--cpus", type=sizes, default=(), help="run on these CPUs only, such as 0 or 0,1 (Linux)")
     add("--parent-pid", type=int, help="end when this process does")
