@@ -191,7 +191,10 @@ class MathTaskConfig:
     max_calls: int = 4
     """Calls of one turn that are run."""
     direct_share: float = 0.6
-    """Share of warm-start demonstrations that guess without the tool: what RL has to unlearn."""
+    """Share of warm-start demonstrations that answer without the tool: what RL has to unlearn."""
+    direct_answer: Literal["guess", "right"] = "guess"
+    """What those answer: always "0", or the right answer. "right" and a share of 1 show what the
+    model can do without the tool."""
     slip_share: float = 0.3
     """Share of the other demonstrations in which the code confuses an operation."""
 

@@ -392,6 +392,7 @@ def _math(config: RunConfig) -> Environment:
                     seed=config.seed,
                     count=count,
                     direct_share=settings.direct_share,
+                    direct_answer=settings.direct_answer,
                     slip_share=settings.slip_share,
                 )
             finally:
