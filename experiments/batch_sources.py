@@ -36,6 +36,7 @@ REPLAY_MAY_DIFFER = (
     *("updates", "micro_batches", "remat", "logprob_chunk", "mesh", "cpus", "preset", "check"),
     *("record", "replay", "resume", "run_dir", "cache_dir", "checkpoint_every"),
     *("keep_checkpoints", "eval", "viewer", "rollout.urls", "rollout.control_urls"),
+    "rollout.api_key",
     *("rollout.launch", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.max_in_flight", "rollout.slots", "rollout.pause_mode", "rollout.timeout_seconds"),
     *("rollout.logprob_gap_limit", "rollout.deadline_seconds", "rollout.stall_seconds"),
@@ -136,7 +137,9 @@ class Generator:
         self._stack.__exit__(*exception)
 
     def _start_server(self, stack: contextlib.ExitStack) -> ServerProcess | None:
-        server = assembly.launch(self.config, self._folder, self.run_dir / "server.log")
+        self._key = assembly.server_key(self.config)
+        log = self.run_dir / "server.log"
+        server = assembly.launch(self.config, self._folder, log, self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server))
@@ -145,7 +148,7 @@ class Generator:
 
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
         config, method = self.config, METHODS[self.config.method]
-        self.client = assembly.client(config, self.urls, on_event=_server_event)
+        self.client = assembly.client(config, self.urls, on_event=_server_event, key=self._key)
         budget = assembly.budget(config)
         sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,

@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import access, data, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
@@ -51,7 +51,7 @@ MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
     *("record", "replay"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
@@ -403,7 +403,7 @@ class Run:
 
         self.log.status("learner step")
         batch, packed = self._pack(trajectories)
-        lag = staging.staleness_stats(trajectories, self.version)
+        lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
@@ -559,9 +559,14 @@ class Run:
         )
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-        lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
+        # Each minibatch has rows of its own, and is trained on one version later than the last one.
+        parts = self.method.minibatches
+        trained_by = (
+            self.version - parts + np.arange(len(batch.is_action)) * parts // len(batch.is_action)
+        )
+        lags = trained_by[:, None] - batch.weight_version
         return {
-            "lag/tokens": np.asarray(lags),
+            "lag/tokens": lags[np.asarray(batch.is_action)],
             "length/tokens": np.asarray([len(t.token_ids) for t in trajectories]),
             "reward": np.asarray([t.reward for t in trajectories]),
         }
@@ -618,8 +623,9 @@ class _Usage:
             used["rollout/cpu_fraction"] = times.user + times.system
         # A server that is starting again, or SGLang, does not tell.
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            url = f"{server.url}/server_info"
-            with urllib.request.urlopen(url, timeout=2.0) as answer:
+            headers = access.bearer(server.api_key)
+            request = urllib.request.Request(f"{server.url}/server_info", headers=headers)
+            with urllib.request.urlopen(request, timeout=2.0) as answer:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory

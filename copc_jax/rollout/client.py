@@ -23,6 +23,7 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 
+from copc_jax import access
 from copc_jax.types import Finish, Generation
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class RolloutError(RuntimeError):
 
 class RolloutUnavailable(RolloutError):
     """No server gave a usable answer within the retries and the deadline."""
+
+
+class RolloutUnauthorized(RolloutError):
+    """A server wants an API key, or another one."""
 
 
 class WeightUpdateError(RolloutError):
@@ -193,6 +198,7 @@ class SGLangClient:
         probe_interval_s: float = 2.0,
         unhealthy_after: int = 3,
         on_event: Callable[[str, str, str], None] | None = None,
+        api_key: str | None = None,
     ):
         """Set up; nothing is sent before `__aenter__`.
 
@@ -216,6 +222,7 @@ class SGLangClient:
                 out.
             on_event: called with (event, url, detail) for "unhealthy", "readmitted" and
                 "foreign weights".
+            api_key: sent with every request; no message shows it.
 
         Raises:
             ValueError: naming the argument that is not usable.
@@ -254,6 +261,7 @@ class SGLangClient:
         self._probe_interval_s = probe_interval_s
         self._unhealthy_after = unhealthy_after
         self._on_event = on_event
+        self._api_key = api_key
         self._servers = [
             _Server(url, [u.rstrip("/") for u in control_urls] if control_urls else [url])
             for url in dict.fromkeys(url.rstrip("/") for url in urls)
@@ -268,12 +276,14 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         # Servers close idle connections after 5 s (uvicorn's default); a reused one that is being
         # closed looks like a dead server, so drop them earlier.
+        headers = access.bearer(self._api_key)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=3.0)
+            connector=aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=3.0),
+            headers=headers,
         )
         # Apart from generations, which may hold every connection of theirs for minutes.
         self._control_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0), headers=headers
         )
         self._weights_lock = asyncio.Lock()
         self._monitor_task = asyncio.create_task(self._monitor())
@@ -335,6 +345,8 @@ class SGLangClient:
         if server.workers == [server.url]:
             try:
                 await self._label(server.url)
+            except RolloutUnauthorized:
+                raise
             except RolloutError as error:
                 # A router answers 404 here but lists its workers.
                 listed = await self._router_workers(server.url)
@@ -344,6 +356,8 @@ class SGLangClient:
         for url in server.workers:
             try:
                 await self._label(url)
+            except RolloutUnauthorized:
+                raise
             except RolloutError as error:
                 raise RolloutError(f"{url} is not an SGLang server: {error}") from error
         await self._control("GET", server.url + "/health")
@@ -788,6 +802,7 @@ class SGLangClient:
 
         Raises:
             _Transient: no connection, no answer, or one that asks to come again.
+            RolloutUnauthorized: status 401.
             RolloutError: any other status below 500 but 2xx.
         """
         timeout = aiohttp.ClientTimeout(total=seconds)
@@ -796,6 +811,8 @@ class SGLangClient:
                 method, url, json=body, timeout=timeout, headers=headers
             ) as reply:
                 text = (await reply.read()).decode(errors="replace")
+                # Messages quote answers, and a server may repeat what it was sent.
+                text = access.hide(text, self._api_key)
                 status = reply.status
         except TimeoutError as error:
             message = f"{method} {url} had no answer within {seconds:.3g} s"
@@ -809,6 +826,12 @@ class SGLangClient:
         message = f"{method} {url} answered {status}: {text[:300]}"
         if status >= 500 or status in _TRY_AGAIN:
             raise _Transient(message)
+        if status == 401:
+            wrong = "none was sent" if self._api_key is None else "it does not take the one sent"
+            raise RolloutUnauthorized(
+                f"{message}. The server wants its API key and {wrong}: set {access.ROLLOUT_KEY}, "
+                "or say where the key is with --rollout.api-key=env:NAME or file:PATH"
+            )
         raise RolloutError(message)
 
     async def _control(
