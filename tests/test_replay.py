@@ -3,6 +3,7 @@
 The runs are of mode "exact", where two runs with one seed are the same.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -48,7 +49,7 @@ RECORD = [
     "--rollout.slots=8",
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def command(*args):
 
 
 def finish(*args):
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -121,7 +122,7 @@ def test_two_runs_of_mode_exact_are_the_same_through_a_kill_and_another_load(
     process = subprocess.Popen(
         command(*start), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 1500
     while not (run_dir / "checkpoints" / "2").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -144,9 +145,12 @@ def test_a_replay_by_the_same_method_is_the_same_run_without_a_server(recorded, 
     )
     children = set()
     while process.poll() is None:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            children.add(" ".join(child.cmdline()))
+        # Any of them may end at any moment.
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                children.add(" ".join(child.cmdline()))
         time.sleep(0.1)
+    assert process.stdout is not None
     output = process.stdout.read()
     assert process.returncode == 0, output
     assert "5 batches are recorded, 2 updates are made" in output
@@ -214,7 +218,7 @@ def test_contents_that_differ_are_refused_by_name(recorded, tmp_path):
         command(f"--replay={other}", f"--run-dir={tmp_path / 'run'}"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "tokenizer: recorded 'of another', now" in done.stderr
