@@ -23,6 +23,7 @@ from copc_jax.methods import METHODS
 from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, PromptIterator, decode_state, encode_state
 from copc_jax.rollout.episode import run_episode
+from copc_jax.rollout.gap import LogprobGap, Reference
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.rollout.recording import Recorder, Recording, RecordingError
 from copc_jax.types import Prompt, Trajectory
@@ -39,7 +40,8 @@ REPLAY_MAY_DIFFER = (
     "rollout.api_key",
     *("rollout.launch", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.max_in_flight", "rollout.slots", "rollout.pause_mode", "rollout.timeout_seconds"),
-    *("rollout.logprob_gap_limit", "rollout.deadline_seconds", "rollout.stall_seconds"),
+    *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
+    *("rollout.deadline_seconds", "rollout.stall_seconds"),
     *("search.retriever_url", "math.sandbox_url", "math.processes"),
 )
 
@@ -78,6 +80,14 @@ class Source(Protocol):
 
     def sampled_by(self, version: int) -> bool:
         """Whether tokens of this version were sampled by weights that this run has had."""
+        ...
+
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """Have servers score what the learner scored with the weights of `version`.
+
+        Returns before they do; `figures` has the result. One that is above the limit is raised by
+        the next call and by `wait_published`.
+        """
         ...
 
     def state(self, batches: int) -> dict[str, Any]:
@@ -149,6 +159,7 @@ class Generator:
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
         config, method = self.config, METHODS[self.config.method]
         self.client = assembly.client(config, self.urls, on_event=_server_event, key=self._key)
+        self._gap = LogprobGap(self.client, limit=config.rollout.logprob_gap_limit)
         budget = assembly.budget(config)
         sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
@@ -169,7 +180,7 @@ class Generator:
 
         collector = Collector(
             run_episode=episode,
-            publish=self.client.publish,
+            publish=self._gap.publish,
             prompts=self._prompts(),
             admission=staging.Admission(
                 config.batch_size,
@@ -229,6 +240,7 @@ class Generator:
     def wait_published(self) -> None:
         """As `Source` says."""
         self.collector.wait_published()
+        self.collector.call(self._gap.check())
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """As `Source` says; training episodes go on beside."""
@@ -238,13 +250,17 @@ class Generator:
         """As `Source` says."""
         return True
 
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """As `Source` says."""
+        self.collector.call(self._gap.offer(version, references))
+
     def state(self, batches: int) -> dict[str, Any]:
         """As `Source` says."""
         return {"collector": encode_state(self.collector.state(batches))}
 
     def figures(self) -> dict[str, float]:
         """As `Source` says."""
-        return self._accounts.since_last()
+        return self._accounts.since_last() | self.collector.call(self._gap.since_last())
 
 
 class Replay:
@@ -317,6 +333,9 @@ class Replay:
     def sampled_by(self, version: int) -> bool:
         """Only the first weights are those of the recorded run for certain."""
         return version == 0
+
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """Do nothing: no server holds weights that this run trains."""
 
     def state(self, batches: int) -> dict[str, Any]:
         """As `Source` says."""

@@ -181,7 +181,7 @@ def test_another_method_sees_the_same_data_and_evaluates(recorded, tmp_path):
     first, theirs = rows[1], read_metrics(recorded)[1]
     for name in ("coupling/ratio", "coupling/log_ratio_std", "coupling/mask_kept"):
         assert first[name] == pytest.approx(theirs[name], abs=1e-6), name
-    assert first["rollout/logprob_gap_max"] < 1e-4
+    assert first["rollout/decode_gap_max"] < 1e-4
 
 
 @pytest.mark.parametrize(
