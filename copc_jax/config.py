@@ -356,8 +356,11 @@ class RolloutConfig:
     timeout_seconds: float = 120.0
     """Time-out of one HTTP call, in seconds."""
     logprob_gap_limit: float = 0.05
-    """Largest mean of |learner - server| log-prob, in nats, over the tokens of a batch that the
-    weights in training sampled themselves; a run stops above it. inf is no limit."""
+    """Largest mean of |learner - server| log-prob, in nats, over tokens that both computed with the
+    same weights; a run stops above it. inf is no limit."""
+    logprob_gap_trajectories: int = 2
+    """Trajectories of each batch that a server scores for that comparison, at any staleness; the
+    servers take turns. 0 leaves the tokens that the weights in training sampled themselves."""
     deadline_seconds: float = 300.0
     """Seconds after which a request that keeps failing is given up, retries included."""
     stall_seconds: float = 300.0
@@ -378,7 +381,7 @@ class RolloutConfig:
         _require_least(
             self, 1, "max_turns", "max_tokens", "max_new_tokens", "max_in_flight", "slots"
         )
-        _require_least(self, 0, "max_observation_tokens")
+        _require_least(self, 0, "max_observation_tokens", "logprob_gap_trajectories")
         _require_positive(self, "timeout_seconds", "deadline_seconds", "stall_seconds")
         _require_positive(self, "logprob_gap_limit")
         _require(

@@ -18,9 +18,12 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     rollout/tokens_per_second sampled tokens
     rollout/busy_fraction     share of the time since the last line in which the generator sampled
     rollout/admission_fraction  share of that time in which it waited for admission
-    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, over the
-                              logprob_gap_tokens action tokens of the batch at lag 0; absent
-                              without any
+    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, of the
+                              logprob_gap_tokens action tokens that servers scored since the last
+                              line with a version that the learner has trained from; without
+                              logprob_gap_skipped trajectories that gave no comparison
+    rollout/decode_gap_mean, sd, p95, max  the same of the decode_gap_tokens action tokens of the
+                              batch at lag 0, as they were sampled
     eval/em, em_low, em_high  greedy held-out exact match (0 to 1) and its 95% interval
     eval/count                held-out questions of that evaluation
     actor/*, critic/*         loss metrics by the names of copc_jax.losses

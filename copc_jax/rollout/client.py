@@ -468,6 +468,42 @@ class SGLangClient:
             if not len(part.token_ids):
                 await self._back_off(1, deadline)
 
+    def holding(self, version: int) -> list[str]:
+        """Return the addresses of the workers in use that hold this published version."""
+        servers = (s for s in self._servers if s.healthy and s.version == version)
+        return [url for server in servers for url in server.workers]
+
+    async def score(
+        self, token_ids: Sequence[int] | np.ndarray, url: str
+    ) -> tuple[np.ndarray, int]:
+        """Have one worker compute the log-probabilities of given tokens, in one attempt.
+
+        Returns:
+            f32[S], at temperature 1, 0 for the first token; and the version of the weights, -1 for
+            a label that is no version of a run.
+
+        Raises:
+            RolloutError: no answer, a refusal, or an answer without a log-probability of each token
+                after the first one.
+        """
+        request = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": [int(token) for token in token_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        try:
+            text = await self._call(
+                self._control_session, "POST", url + "/generate", request, self._short_s
+            )
+            answer = json.loads(text)
+        except (_Transient, ValueError) as error:
+            if isinstance(error, _Transient) and error.timed_out:
+                await self._abort_worker(url, {"rid": request["rid"]})
+            raise RolloutUnavailable(f"{url} did not score: {error}") from error
+        return parse_scores(answer, request["rid"], request["input_ids"])
+
     async def _attempt(
         self, server: _Server, request: dict[str, Any], deadline: float, key: str | None
     ) -> Generation:
@@ -924,6 +960,42 @@ def parse_generation(answer: Any, rid: str, limit: int) -> Generation:
         finish=finish,
         matched=reason.get("matched"),
     )
+
+
+def parse_scores(answer: Any, rid: str, token_ids: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Read the log-probabilities of a prompt from the answer of one /generate call.
+
+    Args:
+        answer: the decoded JSON.
+        rid: request id, for messages.
+        token_ids: the prompt.
+
+    Returns:
+        As `SGLangClient.score`.
+
+    Raises:
+        RolloutError: naming the request and what is wrong.
+    """
+    try:
+        meta = answer["meta_info"]
+        pairs = meta["input_token_logprobs"]
+        version = _version(meta["weight_version"])
+        ids = [pair[1] for pair in pairs]
+        logprob = np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RolloutError(
+            f"answer to request {rid}: no log-probabilities of the prompt in {str(answer)[:200]}"
+        ) from error
+    # SGLang 0.5.23 names the last id of the vocabulary 0 here; its log-probability is right.
+    if len(ids) != len(token_ids) or any(
+        told not in (token, 0) for told, token in zip(ids, token_ids, strict=True)
+    ):
+        raise RolloutError(f"answer to request {rid}: input_token_logprobs are of other tokens")
+    if not np.all(np.isfinite(logprob) & (logprob <= _LOGPROB_SLACK)):
+        raise RolloutError(
+            f"answer to request {rid}: log-probabilities of a prompt must be finite and at most 0"
+        )
+    return logprob, version
 
 
 def _token_versions(
