@@ -219,7 +219,7 @@ class Run:
         checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
         resumed = self._resumed_step(checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
-        if resumed is None and (run_dir / metrics.METRICS_FILE).exists():
+        if config.resume is None and (run_dir / metrics.METRICS_FILE).exists():
             raise FileExistsError(f"{run_dir} holds another run: --resume it, or name another one")
         weights = run_dir / "weights"
         # Those of an earlier process too; left last, when no server reads them any more.
@@ -246,7 +246,7 @@ class Run:
             print(f"resumed from update {resumed}", flush=True)
         # Only now: a refused resume must not replace the configuration of the run.
         (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
-        if resumed is None:
+        if config.resume is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
@@ -257,7 +257,11 @@ class Run:
         self.server = self._start_server(stack, folder)
         self.collector = self._start_collector(stack, host)
         self.log = stack.enter_context(
-            metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
+            metrics.MetricsLogger(
+                run_dir,
+                total_steps=self._last_version,
+                resume_step=-1 if resumed is None and config.resume else resumed,
+            )
         )
         self._weights: list[Path] = []
         self._generator = _Accounts(self.collector.metrics)
@@ -289,9 +293,13 @@ class Run:
             return None
         step = checkpoints.latest()
         if step is None:
-            raise CheckpointError(
-                f"--resume {self.config.resume}: this folder holds no complete checkpoint"
-            )
+            if faults := checkpoints.faults():
+                raise CheckpointError(
+                    f"--resume {self.config.resume}: no complete checkpoint is left: "
+                    + "; ".join(faults.values())
+                )
+            # A job that is queued again says --resume, however early it was killed.
+            print(f"no complete checkpoint in {self.run_dir} yet: starting from the beginning")
         return step
 
     def _build_learner(self) -> Learner:
@@ -427,47 +435,44 @@ class Run:
         lag = staging.staleness_stats(trajectories, self.version)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
-        # The step donates the state: between the two there is nothing that could be saved.
-        with self._interrupts.held():
-            self.state, result, targets = step(self.state, device_batch)
-            values = finish(result)
-            trained_by, self.version = self.version, self.version + self.method.minibatches
-            self.batches += 1
-        values |= self._logprob_gap(batch, targets, trained_by)
-        clock.lap("learner/seconds")
-        if self._first:
-            self._first = False
-            self._say(f"first update after {time.monotonic() - self._started:.0f} s")
-        self.checkpoints.check()
+        values: dict[str, Any] = {}
+        try:
+            # The step donates the state: between the two there is nothing that could be saved.
+            with self._interrupts.held():
+                self.state, result, targets = step(self.state, device_batch)
+                trained_by, self.version = self.version, self.version + self.method.minibatches
+                self.batches += 1
+                values |= finish(result)
+                values |= metrics.lag_values(lag.tokens, lag.trajectories)
+                values |= _episode_figures(trajectories)
+                values |= source_figures(trajectories, self._prompts)
+                values |= _batch_figures(packed)
+            values |= self._logprob_gap(batch, targets, trained_by)
+            clock.lap("learner/seconds")
+            if self._first:
+                self._first = False
+                self._say(f"first update after {time.monotonic() - self._started:.0f} s")
+            self.checkpoints.check()
 
-        last = self.version >= self._last_version
-        if self.batches % config.publish_every == 0 or last:
-            self._publish()
-        clock.lap("learner/publish_seconds")
+            last = self.version >= self._last_version
+            if self.batches % config.publish_every == 0 or last:
+                self._publish()
+            clock.lap("learner/publish_seconds")
 
-        values |= metrics.lag_values(lag.tokens, lag.trajectories)
-        values |= _episode_figures(trajectories)
-        values |= source_figures(trajectories, self._prompts)
-        values |= {
-            "batch/tokens": sum(part.tokens for part in packed),
-            "batch/action_tokens": sum(part.action_tokens for part in packed),
-            "batch/rows": sum(part.rows_used for part in packed),
-        }
-        for part in packed:
-            for reason, prompts in part.dropped.items():
-                name = f"batch/dropped_{reason}"
-                values[name] = values.get(name, 0.0) + len(prompts)
-        every = config.eval.every
-        if last or (every and self.batches % every == 0):
-            if last:
-                self.collector.wait_published()
-            values |= self._evaluate(final=last)
-        clock.lap("learner/eval_seconds")
-        if self.batches % config.checkpoint_every == 0 and not last:
-            self._save()
-        clock.lap("learner/checkpoint_seconds")
-        values |= clock.laps | self._generator.since_last() | self._usage.since_last()
-        self.log.log(self.version, values, self._histograms(batch, trajectories))
+            every = config.eval.every
+            if last or (every and self.batches % every == 0):
+                if last:
+                    self.collector.wait_published()
+                values |= self._evaluate(final=last)
+            clock.lap("learner/eval_seconds")
+            if self.batches % config.checkpoint_every == 0 and not last:
+                self._save()
+            clock.lap("learner/checkpoint_seconds")
+        finally:
+            # An update that was made has its line, also when what follows it fails.
+            if values:
+                values |= clock.laps | self._generator.since_last() | self._usage.since_last()
+                self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
             every = max(config.updates // self.method.minibatches // 50, 1)
@@ -584,14 +589,13 @@ class Run:
         return {f"eval/{name}": value for name, value in result.items()}
 
     def _save(self) -> None:
-        self.checkpoints.save(
-            self.version,
-            self.state,
-            {
-                "run": {"config": to_dict(self.config), "batches": self.batches},
-                "collector": encode_state(self.collector.state(self.batches)),
-            },
-        )
+        host = {
+            "run": {"config": to_dict(self.config), "batches": self.batches},
+            "collector": encode_state(self.collector.state(self.batches)),
+        }
+        # A save that was interrupted half started could not be started again.
+        with self._interrupts.held():
+            self.checkpoints.save(self.version, self.state, host)
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
         lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
@@ -707,6 +711,19 @@ def source_figures(
     }
 
 
+def _batch_figures(packed: list[staging.PackStats]) -> dict[str, float]:
+    figures: dict[str, float] = {
+        "batch/tokens": sum(part.tokens for part in packed),
+        "batch/action_tokens": sum(part.action_tokens for part in packed),
+        "batch/rows": sum(part.rows_used for part in packed),
+    }
+    for part in packed:
+        for reason, prompts in part.dropped.items():
+            name = f"batch/dropped_{reason}"
+            figures[name] = figures.get(name, 0.0) + len(prompts)
+    return figures
+
+
 def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
     names = sorted({name for trajectory in trajectories for name in trajectory.info})
     figures = {
@@ -735,7 +752,8 @@ def _watch(server: ServerProcess, say: Callable[[str], None]) -> Iterator[None]:
                 try:
                     server.restart()
                 except RuntimeError as error:
-                    say(f"the rollout server does not start: {error}")
+                    if not end.is_set():
+                        say(f"the rollout server does not start: {error}")
 
     thread = threading.Thread(target=watch, name="server watch", daemon=True)
     thread.start()
@@ -743,7 +761,10 @@ def _watch(server: ServerProcess, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         end.set()
-        thread.join()
+        # A start under way takes its time, and nobody waits for that server any more.
+        while thread.is_alive():
+            server.stop()
+            thread.join(0.5)
 
 
 class _Interrupts:

@@ -121,17 +121,21 @@ class ServerProcess:
             return file.read().decode(errors="replace").strip() or "(the log is empty)"
 
     def _start(self) -> None:
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._command_line = list(self._command(self._port))
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command_line,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
-                start_new_session=True,
-            )
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._command_line = list(self._command(self._port))
+            with self.log_file.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self._command_line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            # Such as no space for its log, or no memory for another process.
+            raise LaunchError(f"the rollout server cannot be started: {error}") from error
         deadline = time.monotonic() + self._timeout_s
         try:
             while (port := self._probe(self._port)) is None:

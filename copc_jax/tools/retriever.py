@@ -18,6 +18,7 @@ import dataclasses
 import gzip
 import io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -33,6 +34,7 @@ import aiohttp
 import tantivy
 from aiohttp import web
 
+_LOG = logging.getLogger(__name__)
 _WORD = re.compile(r"[^\W_]+")
 _MAX_TIES = 4096
 _MAX_LINE = 16 * 1024 * 1024
@@ -40,6 +42,10 @@ _MAX_LINE = 16 * 1024 * 1024
 
 class RetrieverError(RuntimeError):
     """A search without an answer: server away, time-out, or an answer of the wrong shape."""
+
+
+class QueryRefused(RetrieverError):
+    """The server refuses this query, and would again; it may answer another one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +250,22 @@ class TantivyRetriever:
 class HttpRetriever:
     """Client of a Search-R1-compatible server.
 
+    A server that has answered before and does not now is asked again until it does: it may be
+    starting again. One that has never answered is an error at once.
+
     Args:
         url: of the server or of its /retrieve.
         timeout_s: seconds for one request.
+        patience_s: seconds after which a search is not tried again.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0):
+    def __init__(self, url: str, *, timeout_s: float = 30.0, patience_s: float = 25.0):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"retriever url must start with http:// or https://, not {url!r}")
         self._url = url if url.rstrip("/").endswith("/retrieve") else url.rstrip("/") + "/retrieve"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._patience_s = patience_s
+        self._answered = False
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpRetriever:
@@ -272,8 +284,9 @@ class HttpRetriever:
         """Ask the server; queries without a word are answered with nothing and not sent.
 
         Raises:
-            RetrieverError: no answer in time, a status other than 200, or an answer of the wrong
-            shape.
+            QueryRefused: a status from 400 to 499, but 429.
+            RetrieverError: no answer in time, any other status but 200, or an answer of the wrong
+                shape.
         """
         sent = [i for i, query in enumerate(queries) if query_words(query)]
         results: list[list[Passage]] = [[] for _ in queries]
@@ -281,7 +294,7 @@ class HttpRetriever:
             return results
         # Without scores the reference server fails, or answers wrongly for exactly two queries.
         body = {"queries": [queries[i] for i in sent], "topk": topk, "return_scores": True}
-        answer = await self._post(body)
+        answer = await self._ask(body)
         lists = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(lists, list) or len(lists) != len(sent):
             raise RetrieverError(f"{self._url}: expected {len(sent)} lists under 'result'")
@@ -294,6 +307,24 @@ class HttpRetriever:
                 ) from error
         return results
 
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        pause = 0.25
+        while True:
+            try:
+                answer = await self._post(body)
+            except RetrieverError as error:
+                refused = isinstance(error, QueryRefused)
+                if refused or not self._answered or loop.time() + pause > deadline:
+                    raise
+                _LOG.warning("asking again: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)
+            else:
+                self._answered = True
+                return answer
+
     async def _post(self, body: dict[str, Any]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout)
@@ -301,7 +332,9 @@ class HttpRetriever:
             async with self._session.post(self._url, json=body) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:200]
-                    raise RetrieverError(f"{self._url}: status {response.status}: {text}")
+                    refused = 400 <= response.status < 500 and response.status != 429
+                    kind = QueryRefused if refused else RetrieverError
+                    raise kind(f"{self._url}: status {response.status}: {text}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RetrieverError(f"{self._url}: {type(error).__name__}: {error}") from error
