@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import assembly
-import evaluate
+import batch_sources
 import jax
 import numpy as np
 import psutil
@@ -37,9 +37,8 @@ from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import RolloutError, SamplingParams
-from copc_jax.rollout.collector import Collector, CollectorError, decode_state, encode_state
-from copc_jax.rollout.episode import run_episode
+from copc_jax.rollout.client import RolloutError
+from copc_jax.rollout.collector import CollectorError
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
@@ -254,8 +253,8 @@ class Run:
         self._first = True
 
         self._step = self._compile_step(stack)
-        self.server = self._start_server(stack, folder)
-        self.collector = self._start_collector(stack, host)
+        self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
+        self.source = stack.enter_context(self._open_source(folder, host))
         self.log = stack.enter_context(
             metrics.MetricsLogger(
                 run_dir,
@@ -263,9 +262,19 @@ class Run:
                 resume_step=-1 if resumed is None and config.resume else resumed,
             )
         )
-        self._weights: list[Path] = []
-        self._generator = _Accounts(self.collector.metrics)
-        self._usage = _Usage(self.server)
+        self._usage = _Usage(lambda: self.source.server)
+
+    def _open_source(
+        self, folder: Path, host: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[batch_sources.Source]:
+        return batch_sources.Generator(
+            self.config,
+            self.parts,
+            self.run_dir,
+            folder=folder,
+            save_weights=self._save_weights,
+            host=host,
+        )
 
     def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
         config = self.config
@@ -310,66 +319,6 @@ class Run:
             _say_memory(config, settings)
         return build_learner(settings, mesh)
 
-    def _start_server(self, stack: contextlib.ExitStack, folder: Path) -> ServerProcess | None:
-        server = assembly.launch(self.config, folder, self.run_dir / "server.log")
-        if server is not None:
-            stack.enter_context(server)
-            stack.enter_context(_watch(server, self._say))
-        self.urls = self.config.rollout.urls or (server.url,)  # pyright: ignore[reportOptionalMemberAccess]
-        return server
-
-    def _start_collector(self, stack: contextlib.ExitStack, host: dict[str, Any]) -> Collector:
-        config = self.config
-        self.client = assembly.client(config, self.urls, on_event=self._server_event)
-        budget = assembly.budget(config)
-        sampling = SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
-            stop_token_ids=self.parts.model.eos_token_ids,
-        ).for_training()
-
-        async def episode(prompt: Prompt, sample: int, seed: int) -> Trajectory:
-            return await run_episode(
-                self.client,
-                self.parts.task,
-                self.parts.tokenizer,
-                prompt,
-                sample=sample,
-                sampling=sampling,
-                budget=budget,
-                seed=seed,
-            )
-
-        self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
-        prompts = data.prompt_iterator(
-            self.parts.environment.train,
-            config.seed,
-            max_prompt_tokens=config.rollout.max_tokens // 2,
-            encode=self.parts.task.encode_prompt,
-        )
-        collector = Collector(
-            run_episode=episode,
-            publish=self.client.publish,
-            prompts=prompts,
-            admission=staging.Admission(
-                config.batch_size,
-                config.staleness,
-                mode=config.staleness_mode,
-                updates_per_batch=self.method.minibatches,
-            ),
-            samples_per_prompt=config.samples_per_prompt,
-            seed=config.seed,
-            max_in_flight=config.rollout.max_in_flight,
-            keep_group=_varied if self.method.dynamic_sampling else None,
-            stall_timeout_s=config.rollout.stall_seconds,
-        )
-        if "collector" in host:
-            collector.restore(decode_state(host["collector"]))
-        stack.enter_context(collector)
-        collector.enter(self.client)
-        collector.call(self.client.check(wait_s=5.0))
-        assembly.enter_tools(collector, self.parts)
-        return collector
-
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
         warmup, updates = self.config.critic_warmup_updates, self.config.updates
@@ -378,8 +327,8 @@ class Run:
                 f"note: the actor stays as it is: critic_warmup_updates {warmup} takes all of the "
                 f"{updates} updates"
             )
-        self._publish()
-        self.collector.wait_published()
+        self.source.publish(self.version)
+        self.source.wait_published()
         if self.log.last_step < 0:
             self.log.log(0, self._evaluate(final=True))
         try:
@@ -388,8 +337,7 @@ class Run:
         except KeyboardInterrupt:
             self._say(f"stopped at update {self.version}, saving a checkpoint")
             # In mode "exact" what is in flight must belong to the version in the checkpoint.
-            if self._number(self._weights[-1]) < self.version:
-                self._publish()
+            self.source.publish(self.version)
             self._save_and_say()
             raise
         except Exception as error:
@@ -409,6 +357,9 @@ class Run:
         self._export(self.run_dir / "model")
         self._say(f"trained model: {self.run_dir / 'model'}")
 
+    def _save_weights(self, folder: Path) -> None:
+        hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
+
     def _save_and_say(self) -> None:
         self._save()
         self.checkpoints.wait()
@@ -427,7 +378,7 @@ class Run:
     def _update(self) -> None:
         config, clock = self.config, _Clock()
         self.log.status("waiting for rollouts")
-        trajectories = self.collector.next_batch(self.batches)
+        trajectories = self.source.next_batch(self.batches)
         clock.lap("learner/wait_seconds")
 
         self.log.status("learner step")
@@ -456,13 +407,13 @@ class Run:
 
             last = self.version >= self._last_version
             if self.batches % config.publish_every == 0 or last:
-                self._publish()
+                self.source.publish(self.version)
             clock.lap("learner/publish_seconds")
 
             every = config.eval.every
             if last or (every and self.batches % every == 0):
                 if last:
-                    self.collector.wait_published()
+                    self.source.wait_published()
                 values |= self._evaluate(final=last)
             clock.lap("learner/eval_seconds")
             if self.batches % config.checkpoint_every == 0 and not last:
@@ -471,7 +422,7 @@ class Run:
         finally:
             # An update that was made has its line, also when what follows it fails.
             if values:
-                values |= clock.laps | self._generator.since_last() | self._usage.since_last()
+                values |= clock.laps | self.source.figures() | self._usage.since_last()
                 self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
@@ -562,36 +513,18 @@ class Run:
             )
             self.log.episode(record)
 
-    def _publish(self) -> None:
-        """Write the actor's weights and hand them to the servers; folders that nobody reads go."""
-        folder = self.run_dir / "weights" / f"v{self.version:06d}"
-        hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
-        self.collector.publish(folder.resolve(), self.version)
-        self._weights.append(folder)
-        published = self.collector.published_version
-        while (
-            published is not None
-            and len(self._weights) > 2
-            and self._number(self._weights[1]) <= published
-        ):
-            shutil.rmtree(self._weights.pop(0), ignore_errors=True)
-
-    @staticmethod
-    def _number(folder: Path) -> int:
-        return int(folder.name.removeprefix("v"))
-
     def _evaluate(self, *, final: bool) -> dict[str, float]:
         config = self.config
         self.log.status("evaluating")
         limit = config.eval.final_questions if final else config.eval.questions
         prompts = self.parts.environment.held_out[: limit or None]
-        result = evaluate.held_out(self.collector, self.client, config, self.parts, prompts)
+        result = self.source.evaluate(prompts)
         return {f"eval/{name}": value for name, value in result.items()}
 
     def _save(self) -> None:
         host = {
             "run": {"config": to_dict(self.config), "batches": self.batches},
-            "collector": encode_state(self.collector.state(self.batches)),
+            **self.source.state(self.batches),
         }
         # A save that was interrupted half started could not be started again.
         with self._interrupts.held():
@@ -608,9 +541,6 @@ class Run:
     def _say(self, text: str) -> None:
         print(text, flush=True)
 
-    def _server_event(self, event: str, url: str, detail: str) -> None:
-        self._say(f"rollout server {url}: {event}: {detail}")
-
 
 class _Clock:
     """Seconds between laps, by name."""
@@ -625,33 +555,10 @@ class _Clock:
         self._last = now
 
 
-class _Accounts:
-    """Rates from counters that only grow: what the generator did since the last line of the log."""
-
-    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
-        self._read = read
-        self._last, self._time = read(), time.monotonic()
-
-    def since_last(self) -> dict[str, float]:
-        now, moment = self._read(), time.monotonic()
-        seconds = max(moment - self._time, 1e-9)
-        change = {name: value - self._last[name] for name, value in now.items()}
-        self._last, self._time = now, moment
-        counts = ("failed", "aborted", "reissued", "lost", "filtered", "skipped")
-        return {
-            "rollout/tokens_per_second": change["tokens"] / seconds,
-            "rollout/busy_fraction": change["busy_s"] / seconds,
-            "rollout/admission_fraction": change["idle_s"] / seconds,
-            "rollout/buffered": now["buffered"],
-            "rollout/in_flight": now["in_flight"],
-            **{f"rollout/{name}": now[name] for name in counts},
-        }
-
-
 class _Usage:
     """Processor time and memory of the learner and of the server that it started."""
 
-    def __init__(self, server: ServerProcess | None) -> None:
+    def __init__(self, server: Callable[[], ServerProcess | None]) -> None:
         self._server = server
         self._learner = psutil.Process()
         self._last, self._time = self._read()[0], time.monotonic()
@@ -673,25 +580,21 @@ class _Usage:
         times = self._learner.cpu_times()
         used = {"learner/cpu_fraction": times.user + times.system}
         memory = float(self._learner.memory_info().rss)
-        if self._server is None:
+        server = self._server()
+        if server is None:
             return used, memory
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self._server.process.pid)
+            process = psutil.Process(server.process.pid)
             memory += process.memory_info().rss
             times = process.cpu_times()
             used["rollout/cpu_fraction"] = times.user + times.system
         # A server that is starting again, or SGLang, does not tell.
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            url = f"{self._server.url}/server_info"
+            url = f"{server.url}/server_info"
             with urllib.request.urlopen(url, timeout=2.0) as answer:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory
-
-
-def _varied(group: list[Trajectory]) -> bool:
-    """Whether the rewards of a group differ: DAPO's dynamic sampling keeps only such groups."""
-    return len({trajectory.reward for trajectory in group}) > 1
 
 
 def source_figures(
@@ -738,33 +641,6 @@ def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
     figures["length/mean"] = float(np.mean([len(t.token_ids) for t in trajectories]))
     figures["length/action_mean"] = float(np.mean([t.is_action.sum() for t in trajectories]))
     return figures
-
-
-@contextlib.contextmanager
-def _watch(server: ServerProcess, say: Callable[[str], None]) -> Iterator[None]:
-    """Start a server that died again; the client gives it the current weights before it uses it."""
-    end = threading.Event()
-
-    def watch() -> None:
-        while not end.wait(1.0):
-            if not server.alive() and not end.is_set():
-                say("the rollout server ended; starting it again")
-                try:
-                    server.restart()
-                except RuntimeError as error:
-                    if not end.is_set():
-                        say(f"the rollout server does not start: {error}")
-
-    thread = threading.Thread(target=watch, name="server watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        # A start under way takes its time, and nobody waits for that server any more.
-        while thread.is_alive():
-            server.stop()
-            thread.join(0.5)
 
 
 class _Interrupts:
