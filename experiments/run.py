@@ -39,11 +39,15 @@ from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.client import RolloutError
 from copc_jax.rollout.collector import CollectorError
+from copc_jax.rollout.episode import EpisodeFailed
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
 # What can become of servers, tools and files while a run goes on: one line, no traceback.
-RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not ValueError), OSError)
+RUN_ERRORS = (
+    *(CollectorError, EpisodeFailed, OSError),
+    *(e for e in assembly.START_ERRORS if e is not ValueError),
+)
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
@@ -327,43 +331,44 @@ class Run:
                 f"note: the actor stays as it is: critic_warmup_updates {warmup} takes all of the "
                 f"{updates} updates"
             )
-        self.source.publish(self.version)
-        self.source.wait_published()
-        if self.log.last_step < 0:
-            self.log.log(0, self._evaluate(final=True))
         try:
+            self.source.publish(self.version)
+            self.source.wait_published()
+            if self.log.last_step < 0:
+                self.log.log(0, self._evaluate(final=True))
             while self.version < self._last_version:
                 self._update()
+            self._save()
+            self._export(self.run_dir / "model")
         except KeyboardInterrupt:
             self._say(f"stopped at update {self.version}, saving a checkpoint")
-            # In mode "exact" what is in flight must belong to the version in the checkpoint.
-            self.source.publish(self.version)
-            self._save_and_say()
+            self._leave_checkpoint()
             raise
         except Exception as error:
             self._say(f"error at update {self.version}: {error}")
-            # The state is whole between updates, whatever became of servers and episodes.
-            try:
-                self._save_and_say()
-            except Exception as fault:
-                self._say(
-                    f"update {self.version} could not be saved ({fault}); the last complete "
-                    f"checkpoint is of update {self.checkpoints.latest()}"
-                )
+            self._leave_checkpoint()
             if isinstance(error, RUN_ERRORS):
                 raise SystemExit(1) from None
             raise
-        self._save()
-        self._export(self.run_dir / "model")
         self._say(f"trained model: {self.run_dir / 'model'}")
+
+    def _leave_checkpoint(self) -> None:
+        """Save what there is: between updates the state is whole, whatever became of the rest."""
+        try:
+            if self.config.staleness_mode == "exact":
+                # What is in flight must belong to the version in the checkpoint.
+                self.source.publish(self.version)
+            self._save()
+            self.checkpoints.wait()
+        except Exception as fault:
+            self._say(
+                f"update {self.version} could not be saved ({fault}); the last complete "
+                f"checkpoint is of update {self.checkpoints.latest()}"
+            )
+        self._say(f"continue with --resume {self.run_dir}")
 
     def _save_weights(self, folder: Path) -> None:
         hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
-
-    def _save_and_say(self) -> None:
-        self._save()
-        self.checkpoints.wait()
-        self._say(f"continue with --resume {self.run_dir}")
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""

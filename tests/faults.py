@@ -2,18 +2,18 @@
 
     python tests/faults.py [WORD ...] [--folder runs/faults]
 
-trains a tiny model with `experiments/run.py` once without any disturbance, and then once for each
-fault whose name holds one of the words (all without a word). It prints a table as it goes, and
-writes it to FOLDER/faults.md and FOLDER/faults.json. A fault that this machine cannot have is
-skipped with the reason.
+trains a tiny model with `experiments/run.py` once without any disturbance, and then again under the
+faults whose names hold one of the words (all without a word), those in the same surroundings one
+after the other in one run. It prints a table as it goes, and writes it to FOLDER/faults.md and
+FOLDER/faults.json. A fault that this machine cannot have is skipped with the reason. Undisturbed
+runs that an earlier command left in FOLDER are used again.
 
 Runs are in mode "exact", with staleness 2, batches of 8 episodes out of 20 questions, so that
 epochs end inside batches, a checkpoint every 4 updates, and one checkpoint kept. Tools, servers and
 routers are processes of their own. Afterwards every figure of every update but times and rates, all
 parameters and all moments are held against the undisturbed run.
 
-What a fault is stands here once; tests/test_faults.py strikes some of them, several at one
-run.
+What a fault is stands here once; tests/test_faults.py strikes some of them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from copc_jax.rollout.launch import ServerProcess, launch_embedded
 from copc_jax.tools.retriever import write_corpus
 
 ROOT = Path(__file__).parents[1]
-# Longest wait for anything; a busy machine takes its time.
+# Longest time in which nothing at all happens; a busy machine takes its time.
 PATIENCE_S = 300.0
-UPDATES, EVERY, STALENESS = 40, 4, 2
+EVERY, STALENESS = 4, 2
 COUNTRIES = (
     *("France", "Peru", "Japan", "Kenya", "Norway", "Chile", "Egypt", "India", "Cuba", "Mali"),
     *("Spain", "Qatar", "Nepal", "Ghana", "Haiti", "Italy", "Laos", "Fiji", "Iran", "Oman"),
@@ -59,7 +59,7 @@ COUNTRIES = (
 )
 RUN = [
     *("--batch-size=8", "--micro-batches=2", "--critic-warmup-updates=1"),
-    *(f"--staleness={STALENESS}", "--staleness-mode=exact", f"--updates={UPDATES}"),
+    *(f"--staleness={STALENESS}", "--staleness-mode=exact"),
     *(f"--checkpoint-every={EVERY}", "--keep-checkpoints=1", "--viewer.every=0"),
     *("--tiny.hidden-size=32", "--tiny.intermediate-size=32", "--tiny.num-layers=1"),
     *("--tiny.num-heads=2", "--tiny.num-kv-heads=1", "--sft.demonstrations=200"),
@@ -115,7 +115,8 @@ class Trial:
     def start(self) -> None:
         where = [f"--cache-dir={self._world.cache}", f"--run-dir={self.run_dir}"]
         known = self._world.arguments(self.task)
-        self._open([*TASKS[self.task], *RUN, *known, *self.arguments, *where])
+        length = f"--updates={self._world.updates}"
+        self._open([*TASKS[self.task], *RUN, length, *known, *self.arguments, *where])
 
     def resume(self, *arguments: str) -> None:
         self._open([f"--resume={self.run_dir}", *arguments])
@@ -143,7 +144,7 @@ class Trial:
 
     def ended(self) -> int:
         """Wait for its end and return the status."""
-        self.until(lambda: self.process.poll() is not None, "its end", may_end=True)
+        self.until(lambda: self.process.poll() is not None, "its end", to_its_end=True)
         return self.process.returncode
 
     def until(
@@ -151,19 +152,21 @@ class Trial:
         condition: Callable[[], Any],
         what: str,
         *,
-        may_end: bool = False,
+        to_its_end: bool = False,
         every_s: float = 0.01,
     ) -> Any:
         """Wait until the condition holds and return its value; fail if the run ends before."""
-        deadline = time.monotonic() + PATIENCE_S
+        seen, moment = "", time.monotonic()
         while not (found := condition()):
-            over = self.process.poll() is not None and not may_end
+            over = self.process.poll() is not None and not to_its_end
             if over and not (found := condition()):
                 raise AssertionError(f"the run ended before {what}:\n{self.tail()}")
             if found:
                 break
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {PATIENCE_S:g} s for {what}:\n{self.tail()}")
+            if (now := time.monotonic()) > moment + PATIENCE_S:
+                if self.said() == seen:
+                    raise AssertionError(f"waited {PATIENCE_S:g} s for {what}:\n{self.tail()}")
+                seen, moment = self.said(), now
             time.sleep(every_s)
         return found
 
@@ -214,11 +217,12 @@ class World:
 
     Args:
         folder: where everything goes.
+        updates: length of each run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.cache = folder, folder / "cache"
+    def __init__(self, folder: Path, updates: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.cache, self.updates = folder, folder / "cache", updates
         self._stack = contextlib.ExitStack()
         self._references: dict[str, Trial] = {}
         asked = [
@@ -250,8 +254,10 @@ class World:
         if task not in self._references:
             trial = Trial(self, f"undisturbed {task}", task)
             self._stack.callback(trial.end)
-            trial.start()
-            assert trial.ended() == 0, trial.tail()
+            if trial.updates() != self.updates or not (trial.run_dir / "report.md").exists():
+                shutil.rmtree(trial.run_dir, ignore_errors=True)
+                trial.start()
+                assert trial.ended() == 0, trial.tail()
             self._references[task] = trial
         return self._references[task]
 
@@ -261,6 +267,7 @@ class World:
         task = "math" if where == "math" else "search"
         self.reference(task)
         trial = Trial(self, name, task)
+        shutil.rmtree(trial.run_dir, ignore_errors=True)
         with contextlib.ExitStack() as stack:
             stack.callback(trial.end)
             SURROUNDINGS[where](self, trial, stack)
@@ -784,10 +791,9 @@ def strike(trial: Trial, fault: Fault) -> Outcome:
     # Lines of updates that a resume drops stay until it has got so far.
     before = max(trial.updates(), 0)
     if fault.says:
-        trial.until(lambda: re.search(fault.says, trial.said()[mark:]), fault.says, may_end=True)
+        trial.until(lambda: re.search(fault.says, trial.said()[mark:]), fault.says)
     # So many were sampled, or on their way, before.
-    after = min(before + STALENESS + 2, UPDATES)
-    trial.until(lambda: trial.updates() >= after, "the first update that was sampled after it")
+    trial.until_update(before + STALENESS + 2)
     seconds = time.monotonic() - started
     said = trial.said()[mark:]
     line = re.search(fault.says, said) if fault.says else None
@@ -799,11 +805,11 @@ def strike(trial: Trial, fault: Fault) -> Outcome:
     return Outcome(fault.name, line[0] if line else "", repeated, given_up(trial) - lost, seconds)
 
 
-def compare(trial: Trial, reference: Trial) -> tuple[str, bool]:
+def compare(trial: Trial, reference: Trial, updates: int) -> tuple[str, bool]:
     """Say how a finished run differs from the undisturbed one, and whether it equals it."""
     rows, expected = read_metrics(trial.run_dir), read_metrics(reference.run_dir)
     steps = [row["step"] for row in rows]
-    assert steps == list(range(UPDATES + 1)), f"not every update is there once: {steps}"
+    assert steps == list(range(updates + 1)), f"not every update is there once: {steps}"
     differing: dict[str, int] = {}
     largest = 0.0
     for row, other in zip(rows, expected, strict=True):
@@ -813,41 +819,60 @@ def compare(trial: Trial, reference: Trial) -> tuple[str, bool]:
         if "actor/loss" in row:
             largest = max(largest, abs(row["actor/loss"] - other["actor/loss"]))
             largest = max(largest, abs(row["critic/loss"] - other["critic/loss"]))
-    states = [final_state(run.run_dir) for run in (trial, reference)]
+    states = [saved_state(run.run_dir, updates) for run in (trial, reference)]
     same = states[0].keys() == states[1].keys() and all(
         np.array_equal(states[0][name], states[1][name]) for name in states[0]
     )
     if not differing and same:
         return "none, to the bit", True
-    first = min(differing.values(), default=UPDATES)
+    first = min(differing.values(), default=updates)
     return f"losses by up to {largest:.1g}, from update {first} on", False
 
 
-def final_state(run_dir: Path) -> dict[str, np.ndarray]:
-    """Parameters, moments and counters of the last checkpoint, by name."""
-    tree = ocp.load_checkpointables(str(run_dir / "checkpoints" / str(UPDATES)), {"state": None})
+def saved_state(run_dir: Path, update: int) -> dict[str, np.ndarray]:
+    """Parameters, moments and counters of a checkpoint, by name."""
+    tree = ocp.load_checkpointables(str(run_dir / "checkpoints" / str(update)), {"state": None})
     leaves = jax.tree_util.tree_leaves_with_path(tree["state"])
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def run_fault(world: World, fault: Fault) -> Outcome:
-    """Give a fault a run of its own, from its start to its end."""
-    with world.trial(fault.name, fault.where) as trial:
+def run_faults(
+    world: World, faults: Sequence[Fault], tell: Callable[[Outcome], None] = lambda outcome: None
+) -> None:
+    """Strike faults of the same surroundings at one run, and hold it against the undisturbed one.
+
+    Raises:
+        AssertionError: the run did not go on, did not say what it should, or lost something.
+        Skipped: this machine cannot have such surroundings.
+    """
+    with world.trial(faults[0].name, faults[0].where) as trial:
         trial.start()
-        if fault.strike is not kill_before_the_first_checkpoint:
-            trial.until_update(EVERY + 2)
-        outcome = strike(trial, fault)
+        outcomes = []
+        for fault in faults:
+            if fault.strike is not kill_before_the_first_checkpoint:
+                trial.until(trial.steps, "a checkpoint")
+            outcomes.append(strike(trial, fault))
+            tell(outcomes[-1])
+            assert outcomes[-1].lost == fault.lost, outcomes[-1]
         assert trial.ended() == 0, trial.tail()
-        outcome.difference, equal = compare(trial, world.reference(trial.task))
-        assert equal or not fault.exact, outcome
-        assert outcome.lost == fault.lost, outcome
-        return outcome
+        difference, equal = compare(trial, world.reference(trial.task), world.updates)
+        for outcome in outcomes:
+            outcome.difference = difference
+        assert equal or not all(fault.exact for fault in faults), difference
 
 
 # ------------------------------------------------------------------------------------ command
 
 
-HEAD = ("fault", "what a person reads", "recovered", "repeated", "given up", "difference")
+HEAD = "| fault | what a person reads | recovered | repeated | given up | difference |"
+RULE = "| --- | --- | --- | --- | --- | --- |"
+
+
+def line_of(result: dict[str, Any]) -> str:
+    for problem in ("failed", "skipped"):
+        if problem in result:
+            return f"| {result['fault']} | {problem}: {result[problem].splitlines()[0]} | | | | |"
+    return row(Outcome(**result))
 
 
 def row(outcome: Outcome) -> str:
@@ -865,40 +890,61 @@ def row(outcome: Outcome) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def groups(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Faults that one run can suffer: in the same surroundings, and with the same promise."""
+    found: dict[Any, list[Fault]] = {}
+    for fault in faults:
+        found.setdefault(fault.where if fault.exact else fault.name, []).append(fault)
+    return list(found.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only faults whose name holds one of these")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--updates", type=int, default=200, help="length of each run")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)
     chosen = [f for f in FAULTS if not options.words or any(w in f.name for w in options.words)]
-    shutil.rmtree(options.folder, ignore_errors=True)
-    lines, results, failed = [], [], 0
+    results: dict[str, dict[str, Any]] = {}
+    with World(options.folder.absolute(), options.updates) as world:
+        print(f"{HEAD}\n{RULE}", flush=True)
+        for task in {"math" if fault.where == "math" else "search" for fault in chosen}:
+            world.reference(task)
+        waiting = groups(chosen)
+        while waiting:
+            faults = waiting.pop(0)
+            outcomes: list[Outcome] = []
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
+            def tell(outcome: Outcome, outcomes: list[Outcome] = outcomes) -> None:
+                outcomes.append(outcome)
+                print(row(outcome), flush=True)
 
-    with World(options.folder.absolute()) as world:
-        say("| " + " | ".join(HEAD) + " |")
-        say("| " + " | ".join("---" for _ in HEAD) + " |")
-        for fault in chosen:
-            result: dict[str, Any] = {"fault": fault.name}
+            problem: dict[str, str] = {}
             try:
-                outcome = run_fault(world, fault)
-                result |= dataclasses.asdict(outcome)
-                say(row(outcome))
+                run_faults(world, faults, tell)
             except Skipped as reason:
-                result["skipped"] = str(reason)
-                say(f"| {fault.name} | skipped: {reason} | | | | |")
+                problem = {"skipped": str(reason)}
             except AssertionError as error:
-                failed += 1
-                result["failed"] = str(error)
-                say(f"| {fault.name} | FAILED, see faults.json | | | | |")
-            results.append(result)
-    (options.folder / "faults.md").write_text("\n".join(lines) + "\n")
-    (options.folder / "faults.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(f"{len(chosen)} faults, {failed} failed: {options.folder / 'faults.json'}")
+                problem = {"failed": str(error)}
+                # Those that have not been struck yet get a run of their own.
+                if rest := faults[len(outcomes) + 1 :]:
+                    waiting.insert(0, rest)
+                    faults = faults[: len(outcomes) + 1]
+            for outcome in outcomes:
+                results[outcome.fault] = dataclasses.asdict(outcome)
+            if problem:
+                print(problem, flush=True)
+                struck = faults if "skipped" in problem else faults[-1:]
+                results |= {f.name: {"fault": f.name, **problem} for f in struck}
+            else:
+                print(f"{len(faults)} struck; difference: {outcomes[0].difference}", flush=True)
+            text = json.dumps(list(results.values()), indent=2)
+            (options.folder / "faults.json").write_text(text + "\n")
+    table = [HEAD, RULE, *map(line_of, results.values())]
+    (options.folder / "faults.md").write_text("\n".join(table) + "\n")
+    failed = sum("failed" in result for result in results.values())
+    print(f"{len(results)} faults, {failed} failed: {options.folder / 'faults.md'}")
     return 1 if failed else 0
 
 
