@@ -5,7 +5,9 @@
 The corpus is synthetic: 30 to 90 words a passage out of a Zipf vocabulary. A query is six words of
 one passage. Recall is against BM25 computed by its formula over the whole corpus, without an index;
 for dense, against the same vectors compared one query at a time in float64. Builds and servers are
-the real commands, in processes of their own.
+the real commands, in processes of their own. `dense` embeds with MiniLM, which takes most of its
+time; `static` is the engine dense with a random vector a word (model2vec's form), which shows what
+the vectors themselves cost at size.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
+import tokenizers
 from rich.console import Console
 from rich.table import Table
+from safetensors.numpy import save_file
 
 from copc_jax.tools import embedding
 from copc_jax.tools.index import IndexRetriever
@@ -109,10 +113,25 @@ def usage(process: psutil.Process) -> tuple[int, float]:
     return sum(member.memory_info().rss for member in family), seconds
 
 
-def build(corpus: pathlib.Path, folder: pathlib.Path, engine: str, threads: int) -> dict[str, Any]:
+def write_static_model(folder: pathlib.Path, dimension: int = 256) -> pathlib.Path:
+    """Write a random vector for every word in model2vec's form, once."""
+    if not folder.exists():
+        folder.mkdir()
+        words = {"[UNK]": 0} | {f"w{i}": i + 1 for i in range(VOCABULARY)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        vectors = np.random.default_rng(0).standard_normal((len(words), dimension), np.float32)
+        save_file({"embeddings": vectors}, folder / "model.safetensors")
+    return folder
+
+
+def build(
+    corpus: pathlib.Path, folder: pathlib.Path, engine: Sequence[str], threads: int
+) -> dict[str, Any]:
     command = [*COMMAND, "build", "--corpus", str(corpus), "--index", str(folder)]
     begun = time.perf_counter()
-    process = psutil.Popen([*command, "--engine", engine, "--threads", str(threads)])
+    process = psutil.Popen([*command, "--engine", *engine, "--threads", str(threads)])
     peak, cpu = 0, 0.0
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):
@@ -218,13 +237,16 @@ def measure(
         write_corpus(path, corpus.passages())
     folder = work / f"{engine}-{count}"
     figures = {"engine": engine, "passages": count, "words": int(corpus.starts[-1])}
-    figures |= build(path, folder, engine, options.threads)
+    command = [engine]
+    if engine == "static":
+        command = ["dense", "--embedding", str(write_static_model(work / "model"))]
+    figures |= build(path, folder, command, options.threads)
     queries = corpus.queries(options.queries)
     texts = [" ".join(f"w{word}" for word in query) for query in queries]
     figures["direct"], found = direct(folder, texts)
     figures |= serve(folder, texts, options.threads)
     checked = range(min(options.exact, len(queries)))
-    if engine == "dense":
+    if command[0] == "dense":
         settings = json.loads((folder / "manifest.json").read_text())["settings"]
         exact = [exact_dense(folder, settings, texts[i]) for i in checked]
     else:
@@ -264,9 +286,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--passages", type=int, default=1_000_000, help="for tantivy and bm25s")
+    parser.add_argument("--passages", type=int, default=1_000_000, help="for all but dense")
     parser.add_argument("--dense-passages", type=int, default=1_000, help="for dense")
-    parser.add_argument("--engines", nargs="+", default=["tantivy", "bm25s", "dense"])
+    engines = ["tantivy", "bm25s", "static", "dense"]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--queries", type=int, default=1_000)
     parser.add_argument("--exact", type=int, default=50, help="queries checked for recall")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

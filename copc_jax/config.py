@@ -11,13 +11,16 @@ import dataclasses
 import json
 import operator
 import os
+import shlex
 import sys
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
+from copc_jax import access
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
 from copc_jax.model import LoraConfig, ModelConfig, RopeScaling
@@ -57,10 +60,23 @@ def _is_number(text: str) -> bool:
 
 def _require_urls(name: str, *urls: str) -> None:
     for url in urls:
+        # Not quoted: it is the one text here that holds a secret.
+        _require(
+            "@" not in urllib.parse.urlsplit(url).netloc,
+            f"{name} must hold no user name and no password: they would be saved and logged",
+        )
         _require(
             url.startswith(("http://", "https://")),
             f"{name} must look like http://host:port, got {url!r}",
         )
+
+
+def _require_place_of_key(name: str, place: str) -> None:
+    _require(
+        access.is_place(place),
+        f"{name} must say where the key is, as env:NAME or file:PATH, and not be the key itself, "
+        "which would be saved and logged",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +141,9 @@ class SearchTaskConfig:
     for a pretrained model; needs some 200 tokens more."""
     retriever_url: str | None = None
     """URL of a Search-R1-compatible /retrieve server; none searches in process with tantivy."""
+    retriever_api_key: str = f"env:{access.RETRIEVER_KEY}"
+    """Where the key of that server is, as env:NAME or file:PATH; a variable that is not set is no
+    key."""
     topk: int = 1
     """Passages a search returns."""
     reward_search: float = 2.0
@@ -151,6 +170,7 @@ class SearchTaskConfig:
             0 <= self.one_hop_share <= 1,
             f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
         )
+        _require_place_of_key("retriever_api_key", self.retriever_api_key)
         if self.retriever_url is not None:
             _require_urls("retriever_url", self.retriever_url)
 
@@ -191,7 +211,10 @@ class MathTaskConfig:
     max_calls: int = 4
     """Calls of one turn that are run."""
     direct_share: float = 0.6
-    """Share of warm-start demonstrations that guess without the tool: what RL has to unlearn."""
+    """Share of warm-start demonstrations that answer without the tool: what RL has to unlearn."""
+    direct_answer: Literal["guess", "right"] = "guess"
+    """What those answer: always "0", or the right answer. "right" and a share of 1 show what the
+    model can do without the tool."""
     slip_share: float = 0.3
     """Share of the other demonstrations in which the code confuses an operation."""
 
@@ -299,6 +322,9 @@ class RolloutConfig:
     one."""
     control_urls: tuple[str, ...] = ()
     """Workers behind a router, which passes no control calls on; none: the same as `urls`."""
+    api_key: str = f"env:{access.ROLLOUT_KEY}"
+    """Where the API key of the servers is, as env:NAME or file:PATH. A variable that is not set is
+    no key; a server that the run starts then gets a random one."""
     launch: Literal["embedded", "sglang"] = "embedded"
     """Which server to start when `urls` is empty."""
     sglang_python: str = "python"
@@ -330,8 +356,11 @@ class RolloutConfig:
     timeout_seconds: float = 120.0
     """Time-out of one HTTP call, in seconds."""
     logprob_gap_limit: float = 0.05
-    """Largest mean of |learner - server| log-prob, in nats, over the tokens of a batch that the
-    weights in training sampled themselves; a run stops above it. inf is no limit."""
+    """Largest mean of |learner - server| log-prob, in nats, over tokens that both computed with the
+    same weights; a run stops above it. inf is no limit."""
+    logprob_gap_trajectories: int = 2
+    """Trajectories of each batch that a server scores for that comparison, at any staleness; the
+    servers take turns. 0 leaves the tokens that the weights in training sampled themselves."""
     deadline_seconds: float = 300.0
     """Seconds after which a request that keeps failing is given up, retries included."""
     stall_seconds: float = 300.0
@@ -352,7 +381,7 @@ class RolloutConfig:
         _require_least(
             self, 1, "max_turns", "max_tokens", "max_new_tokens", "max_in_flight", "slots"
         )
-        _require_least(self, 0, "max_observation_tokens")
+        _require_least(self, 0, "max_observation_tokens", "logprob_gap_trajectories")
         _require_positive(self, "timeout_seconds", "deadline_seconds", "stall_seconds")
         _require_positive(self, "logprob_gap_limit")
         _require(
@@ -362,6 +391,16 @@ class RolloutConfig:
         )
         _require_urls("urls", *self.urls)
         _require_urls("control_urls", *self.control_urls)
+        _require_place_of_key("api_key", self.api_key)
+        try:
+            words = shlex.split(self.sglang_args)
+        except ValueError as error:
+            raise ValueError(f"sglang_args cannot be split into words: {error}") from None
+        _require(
+            not any(word.startswith(("--api-key", "--admin-api-key")) for word in words),
+            "sglang_args must hold no API key, which would be saved and logged: set "
+            f"{access.ROLLOUT_KEY}, or api_key to where it is",
+        )
         _require(
             not self.control_urls or len(self.urls) == 1,
             "control_urls names the workers behind one router: give its address alone in urls",

@@ -14,7 +14,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from copc_jax.types import Prompt
 
@@ -252,7 +252,7 @@ Segment = tuple[str, bool]
 
 
 GUESS = "0"
-"""What demonstrations answer that do not compute.
+"""What demonstrations answer that guess.
 
 It is as wrong as any other number, and takes nothing from what a small model has to learn: to copy
 numbers into code, and results of any length into the box.
@@ -270,6 +270,7 @@ def demonstrations(
     seed: int = 0,
     count: int | None = None,
     direct_share: float = 0.6,
+    direct_answer: Literal["guess", "right"] = "guess",
     slip_share: float = 0.3,
 ) -> Iterator[list[Segment]]:
     """Yield episodes for supervised training, in the very text of the task.
@@ -287,7 +288,9 @@ def demonstrations(
         run: runs code and returns what it prints.
         seed: seed of all choices.
         count: number of episodes; None never ends.
-        direct_share: share of the episodes that answer at once with `GUESS`.
+        direct_share: share of the episodes that answer at once.
+        direct_answer: what those answer: `GUESS`, or the right answer, as a control of what a
+            model learns without the tool.
         slip_share: share of the others in which the code has one wrong operation.
 
     Raises:
@@ -306,7 +309,8 @@ def demonstrations(
         problem = rng.choice(usable)
         prompt = (render_prompt(problem.question), False)
         if rng.random() < direct_share:
-            yield [prompt, (render_answer(GUESS), True)]
+            answer = GUESS if direct_answer == "guess" else problem.gold
+            yield [prompt, (render_answer(answer), True)]
             continue
         code = _slip(problem.code, rng) if rng.random() < slip_share else problem.code
         printed = run(code).strip()

@@ -19,6 +19,7 @@ from copc_jax.methods import METHODS
 from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, PromptIterator, decode_state, encode_state
 from copc_jax.rollout.episode import run_episode
+from copc_jax.rollout.gap import LogprobGap, Reference
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Prompt, Trajectory
 
@@ -45,6 +46,14 @@ class Source(Protocol):
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Play prompts greedily, as `evaluate.held_out` does."""
+        ...
+
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """Have servers score what the learner scored with the weights of `version`.
+
+        Returns before they do; `figures` has the result. One that is above the limit is raised by
+        the next call and by `wait_published`.
+        """
         ...
 
     def state(self, batches: int) -> dict[str, Any]:
@@ -97,7 +106,9 @@ class Generator:
         self._stack.__exit__(*exception)
 
     def _start_server(self, stack: contextlib.ExitStack) -> ServerProcess | None:
-        server = assembly.launch(self.config, self._folder, self.run_dir / "server.log")
+        self._key = assembly.server_key(self.config)
+        log = self.run_dir / "server.log"
+        server = assembly.launch(self.config, self._folder, log, self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server))
@@ -106,7 +117,8 @@ class Generator:
 
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
         config, method = self.config, METHODS[self.config.method]
-        self.client = assembly.client(config, self.urls, on_event=_server_event)
+        self.client = assembly.client(config, self.urls, on_event=_server_event, key=self._key)
+        self._gap = LogprobGap(self.client, limit=config.rollout.logprob_gap_limit)
         budget = assembly.budget(config)
         sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
@@ -127,7 +139,7 @@ class Generator:
 
         collector = Collector(
             run_episode=episode,
-            publish=self.client.publish,
+            publish=self._gap.publish,
             prompts=self._prompts(),
             admission=staging.Admission(
                 config.batch_size,
@@ -181,10 +193,15 @@ class Generator:
     def wait_published(self) -> None:
         """As `Source` says."""
         self.collector.wait_published()
+        self.collector.call(self._gap.check())
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """As `Source` says; training episodes go on beside."""
         return evaluate.held_out(self.collector, self.client, self.config, self.parts, prompts)
+
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """As `Source` says."""
+        self.collector.call(self._gap.offer(version, references))
 
     def state(self, batches: int) -> dict[str, Any]:
         """As `Source` says."""
@@ -192,7 +209,7 @@ class Generator:
 
     def figures(self) -> dict[str, float]:
         """As `Source` says."""
-        return self._accounts.since_last()
+        return self._accounts.since_last() | self.collector.call(self._gap.since_last())
 
 
 class _Accounts:

@@ -31,15 +31,15 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import access, data, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import RolloutError
 from copc_jax.rollout.collector import CollectorError
 from copc_jax.rollout.episode import EpisodeFailed
+from copc_jax.rollout.gap import Reference, decode_gap
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
@@ -53,8 +53,9 @@ RUN_ERRORS = (
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
-    *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
+    *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
+    *("rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
 
@@ -388,7 +389,7 @@ class Run:
 
         self.log.status("learner step")
         batch, packed = self._pack(trajectories)
-        lag = staging.staleness_stats(trajectories, self.version)
+        lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
         values: dict[str, Any] = {}
@@ -403,7 +404,7 @@ class Run:
                 values |= _episode_figures(trajectories)
                 values |= source_figures(trajectories, self._prompts)
                 values |= _batch_figures(packed)
-            values |= self._logprob_gap(batch, targets, trained_by)
+            values |= self._compare_logprobs(batch, packed, targets, trained_by)
             clock.lap("learner/seconds")
             if self._first:
                 self._first = False
@@ -458,35 +459,27 @@ class Run:
         batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
         return batch, [stats for _, stats in packed]
 
-    def _logprob_gap(self, batch: Batch, targets: Targets, version: int) -> dict[str, float]:
-        """Compare server and learner on tokens that the weights of this update's start sampled.
-
-        There the two compute the same number, and differ by their arithmetic only.
+    def _compare_logprobs(
+        self, batch: Batch, packed: list[staging.PackStats], targets: Targets, version: int
+    ) -> dict[str, float]:
+        """Compare server and learner on tokens that `version` sampled, and have others scored.
 
         Raises:
             RolloutError: they differ by more than the limit.
         """
+        logprob = jax.device_get(targets.policy_logprob)
+        places = _places(batch, packed)
+        count = min(self.config.rollout.logprob_gap_trajectories, len(places))
+        references = []
+        for index in range(count):
+            # Others of the batch with every update.
+            trajectory, row, place = places[(version + index * len(places) // count) % len(places)]
+            own = logprob[row, place].copy()
+            references.append(Reference(trajectory.token_ids, trajectory.is_action, own))
+        self.source.compare(version, references)
         fresh = batch.is_action & (batch.weight_version == version)
-        if not fresh.any():
-            return {}
-        gap = np.abs(jax.device_get(targets.policy_logprob) - batch.behavior_logprob)[fresh]
         limit = self.config.rollout.logprob_gap_limit
-        if gap.mean() > limit:
-            raise RolloutError(
-                f"server and learner disagree on {gap.size} tokens that version {version} sampled: "
-                f"mean |log-prob difference| {gap.mean():.3g} nats, largest {gap.max():.3g}, limit "
-                f"{limit:g} (rollout.logprob_gap_limit). Likely causes: the server keeps other "
-                "weights than it says, or stale keys and values; it computes in lower precision "
-                "(dtype, quantization); it changes logits (temperature, penalties, a logit "
-                "processor). This update has trained on them"
-            )
-        return {
-            "rollout/logprob_gap_mean": float(gap.mean()),
-            "rollout/logprob_gap_sd": float(gap.std()),
-            "rollout/logprob_gap_p95": float(np.quantile(gap, 0.95)),
-            "rollout/logprob_gap_max": float(gap.max()),
-            "rollout/logprob_gap_tokens": float(gap.size),
-        }
+        return decode_gap(logprob[fresh], batch.behavior_logprob[fresh], version, limit)
 
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
@@ -498,15 +491,9 @@ class Run:
             figures |= {"value": targets.value, "value_target": targets.value_target}
         figures |= {"advantage": advantage, "gradient": gradient}
         figures = jax.device_get(figures)
-        rows = batch.reward.shape[0] // len(packed)
-        places = [
-            (trajectory, part * rows + row, start)
-            for part, stats in enumerate(packed)
-            for trajectory, row, start in stats.places
-        ]
+        places = _places(batch, packed)
         wanted = self.config.viewer.episodes
-        for trajectory, row, start in places[:: max(len(places) // wanted, 1)][:wanted]:
-            place = slice(start, start + trajectory.token_ids.size)
+        for trajectory, row, place in places[:: max(len(places) // wanted, 1)][:wanted]:
             record = viewer.record(
                 trajectory,
                 self.parts.tokenizer,
@@ -536,9 +523,14 @@ class Run:
             self.checkpoints.save(self.version, self.state, host)
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-        lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
+        # Each minibatch has rows of its own, and is trained on one version later than the last one.
+        parts = self.method.minibatches
+        trained_by = (
+            self.version - parts + np.arange(len(batch.is_action)) * parts // len(batch.is_action)
+        )
+        lags = trained_by[:, None] - batch.weight_version
         return {
-            "lag/tokens": np.asarray(lags),
+            "lag/tokens": lags[np.asarray(batch.is_action)],
             "length/tokens": np.asarray([len(t.token_ids) for t in trajectories]),
             "reward": np.asarray([t.reward for t in trajectories]),
         }
@@ -595,11 +587,22 @@ class _Usage:
             used["rollout/cpu_fraction"] = times.user + times.system
         # A server that is starting again, or SGLang, does not tell.
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            url = f"{server.url}/server_info"
-            with urllib.request.urlopen(url, timeout=2.0) as answer:
+            headers = access.bearer(server.api_key)
+            request = urllib.request.Request(f"{server.url}/server_info", headers=headers)
+            with urllib.request.urlopen(request, timeout=2.0) as answer:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory
+
+
+def _places(batch: Batch, packed: list[staging.PackStats]) -> list[tuple[Trajectory, int, slice]]:
+    """Where each trajectory stands in a batch: its row and its slots."""
+    rows = batch.reward.shape[0] // len(packed)
+    return [
+        (trajectory, part * rows + row, slice(start, start + trajectory.token_ids.size))
+        for part, stats in enumerate(packed)
+        for trajectory, row, start in stats.places
+    ]
 
 
 def source_figures(

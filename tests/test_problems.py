@@ -158,6 +158,15 @@ def test_guesses_are_wrong_and_do_not_compute(splits):
     assert Counter(golds.values())["0"] < 0.01 * len(golds)
 
 
+def test_the_control_answers_right_without_the_tool(splits):
+    golds = {problem.question + "\n": problem.gold for problem in splits[0]}
+    episodes = demonstrations(
+        splits[0], **FORMAT, run=run, count=200, direct_share=1.0, direct_answer="right"
+    )
+    for prompt, answer in episodes:
+        assert math_reward(answer[0], golds[prompt[0]]) == 1.0
+
+
 def test_slips_compute_something_else(splits):
     golds = {problem.question + "\n": problem for problem in splits[0]}
     episodes = demonstrations(

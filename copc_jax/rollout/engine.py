@@ -816,10 +816,13 @@ class Engine:
         self._limit[slot] = len(request.prompt) + sampling.max_new_tokens
         self._seed[slot] = request.seed % 2**64
         self._temperature[slot] = 1.0 if greedy else sampling.temperature
-        self._top_k[slot] = 1 if greedy else _ALL if sampling.top_k < 0 else sampling.top_k
+        top_k = _ALL if sampling.top_k < 0 else min(sampling.top_k, _ALL)
+        self._top_k[slot] = 1 if greedy else top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
         stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
+        # Other ids are never sampled, and may be too large for the array.
+        stop_ids = [token for token in stop_ids if 0 <= token < self.config.vocab_size]
         missing = len(stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
