@@ -163,19 +163,6 @@ class Processes:
             raise KeyboardInterrupt
         return result, [each["told"] for each in outcomes]
 
-    def agree(self, what: str, value: Any) -> None:
-        """Check that `value`, of JSON, is the same on all processes.
-
-        Raises:
-            ValueError: it is not; names `what`, and both values where they are short.
-        """
-        for index, other in enumerate(self.gather(what, value)):
-            if other != value:
-                raise ValueError(
-                    f"{what} differs: process {index} has {_short(other)}, "
-                    f"process {self.index} has {_short(value)}"
-                )
-
     def decided(self, what: str, value: T) -> T:
         """Return process 0's value, of JSON, on all processes."""
         return self.gather(what, value)[0]
@@ -363,8 +350,3 @@ def _join(sharding: NamedSharding) -> Callable[..., Batch]:
 @functools.cache
 def _cut(sharding: Any, count: int) -> Callable[[jax.Array], list[jax.Array]]:
     return jax.jit(lambda x: jnp.split(x, count), out_shardings=[sharding] * count)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

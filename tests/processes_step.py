@@ -32,7 +32,8 @@ def main(method: str, file: str, coordinator: str, processes: int, process_id: i
         state, metrics = learner.step(test_learner.start(learner), batch)
         networks = group.whole({"actor": state.actor, "critic": state.critic})
         metrics = jax.device_get(metrics)
-        group.agree("the metrics", {name: float(total) for name, (total, _) in metrics.items()})
+        totals = {name: float(total) for name, (total, _) in metrics.items()}
+        assert group.gather("the metrics", totals) == [totals] * processes
         if group.first:
             np.savez(file, *jax.tree.leaves((networks, metrics)))
 
