@@ -454,9 +454,10 @@ class Run:
             clock.lap("learner/checkpoint_seconds")
         finally:
             # An update that was made has its line, also when what follows it fails.
-            if values:
-                values |= clock.laps | self.source.figures() | self._usage.since_last()
-                self.log.log(self.version, values, self._histograms(batch, trajectories))
+            with self._interrupts.held():
+                if values:
+                    values |= clock.laps | self.source.figures() | self._usage.since_last()
+                    self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
             every = max(config.updates // self.method.minibatches // 50, 1)
