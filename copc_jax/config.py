@@ -11,13 +11,16 @@ import dataclasses
 import json
 import operator
 import os
+import shlex
 import sys
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
+from copc_jax import access
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS, LossConfig
 from copc_jax.model import LoraConfig, ModelConfig, RopeScaling
@@ -57,10 +60,23 @@ def _is_number(text: str) -> bool:
 
 def _require_urls(name: str, *urls: str) -> None:
     for url in urls:
+        # Not quoted: it is the one text here that holds a secret.
+        _require(
+            "@" not in urllib.parse.urlsplit(url).netloc,
+            f"{name} must hold no user name and no password: they would be saved and logged",
+        )
         _require(
             url.startswith(("http://", "https://")),
             f"{name} must look like http://host:port, got {url!r}",
         )
+
+
+def _require_place_of_key(name: str, place: str) -> None:
+    _require(
+        access.is_place(place),
+        f"{name} must say where the key is, as env:NAME or file:PATH, and not be the key itself, "
+        "which would be saved and logged",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +141,9 @@ class SearchTaskConfig:
     for a pretrained model; needs some 200 tokens more."""
     retriever_url: str | None = None
     """URL of a Search-R1-compatible /retrieve server; none searches in process with tantivy."""
+    retriever_api_key: str = f"env:{access.RETRIEVER_KEY}"
+    """Where the key of that server is, as env:NAME or file:PATH; a variable that is not set is no
+    key."""
     topk: int = 1
     """Passages a search returns."""
     reward_search: float = 2.0
@@ -151,6 +170,7 @@ class SearchTaskConfig:
             0 <= self.one_hop_share <= 1,
             f"one_hop_share must be from 0 to 1, got {self.one_hop_share}",
         )
+        _require_place_of_key("retriever_api_key", self.retriever_api_key)
         if self.retriever_url is not None:
             _require_urls("retriever_url", self.retriever_url)
 
@@ -302,6 +322,9 @@ class RolloutConfig:
     one."""
     control_urls: tuple[str, ...] = ()
     """Workers behind a router, which passes no control calls on; none: the same as `urls`."""
+    api_key: str = f"env:{access.ROLLOUT_KEY}"
+    """Where the API key of the servers is, as env:NAME or file:PATH. A variable that is not set is
+    no key; a server that the run starts then gets a random one."""
     launch: Literal["embedded", "sglang"] = "embedded"
     """Which server to start when `urls` is empty."""
     sglang_python: str = "python"
@@ -333,8 +356,11 @@ class RolloutConfig:
     timeout_seconds: float = 120.0
     """Time-out of one HTTP call, in seconds."""
     logprob_gap_limit: float = 0.05
-    """Largest mean of |learner - server| log-prob, in nats, over the tokens of a batch that the
-    weights in training sampled themselves; a run stops above it. inf is no limit."""
+    """Largest mean of |learner - server| log-prob, in nats, over tokens that both computed with the
+    same weights; a run stops above it. inf is no limit."""
+    logprob_gap_trajectories: int = 2
+    """Trajectories of each batch that a server scores for that comparison, at any staleness; the
+    servers take turns. 0 leaves the tokens that the weights in training sampled themselves."""
     deadline_seconds: float = 300.0
     """Seconds after which a request that keeps failing is given up, retries included."""
     stall_seconds: float = 300.0
@@ -355,7 +381,7 @@ class RolloutConfig:
         _require_least(
             self, 1, "max_turns", "max_tokens", "max_new_tokens", "max_in_flight", "slots"
         )
-        _require_least(self, 0, "max_observation_tokens")
+        _require_least(self, 0, "max_observation_tokens", "logprob_gap_trajectories")
         _require_positive(self, "timeout_seconds", "deadline_seconds", "stall_seconds")
         _require_positive(self, "logprob_gap_limit")
         _require(
@@ -365,6 +391,16 @@ class RolloutConfig:
         )
         _require_urls("urls", *self.urls)
         _require_urls("control_urls", *self.control_urls)
+        _require_place_of_key("api_key", self.api_key)
+        try:
+            words = shlex.split(self.sglang_args)
+        except ValueError as error:
+            raise ValueError(f"sglang_args cannot be split into words: {error}") from None
+        _require(
+            not any(word.startswith(("--api-key", "--admin-api-key")) for word in words),
+            "sglang_args must hold no API key, which would be saved and logged: set "
+            f"{access.ROLLOUT_KEY}, or api_key to where it is",
+        )
         _require(
             not self.control_urls or len(self.urls) == 1,
             "control_urls names the workers behind one router: give its address alone in urls",
@@ -375,6 +411,8 @@ class RolloutConfig:
 class EvalConfig:
     """Greedy exact match on held-out questions."""
 
+    enabled: bool = True
+    """Whether there are evaluations at all; without any, a replay needs no server."""
     every: int = 100
     """Updates between evaluations; 0 evaluates only before and after."""
     questions: int = 300
@@ -466,6 +504,11 @@ class RunConfig:
     """Folder of this run; by default runs/<task>-<method>-s<staleness>-seed<seed>-<time>."""
     resume: Path | None = None
     """Run folder to continue from its last complete checkpoint, with its own configuration."""
+    record: bool = False
+    """Keep every batch that is trained on in the run folder, for `--replay`."""
+    replay: Path | None = None
+    """Run folder with a recording, whose batches are trained on in its order in place of rollouts;
+    its settings are the defaults of all others. Servers are started for evaluations only."""
     checkpoint_every: int = 50
     """Updates between checkpoints."""
     keep_checkpoints: int = 2
@@ -559,10 +602,14 @@ class RunConfig:
             f"batch_size {self.batch_size} must be a multiple of minibatches x micro_batches x "
             f"mesh.data = {row.minibatches} x {self.micro_batches} x {self.mesh.data} = {pieces}",
         )
+        _require(
+            not (self.record and self.replay),
+            "record must be off with replay: the batches are recorded already",
+        )
         # The newest published version may be that many updates behind the last update of a batch.
         behind = self.publish_every * row.minibatches - 1
         _require(
-            behind <= self.staleness,
+            self.replay is not None or behind <= self.staleness,
             f"staleness {self.staleness} must be at least publish_every x minibatches - 1 = "
             f"{self.publish_every} x {row.minibatches} - 1 = {behind}: "
             "otherwise no rollout is ever admitted",
@@ -760,7 +807,9 @@ def sources(config: RunConfig) -> list[str]:
 
 
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
-    """Read the command line over `--preset`, the defaults of `--task`, or the run of `--resume`.
+    """Read the command line over `--preset`, the defaults of `--task`, or a saved run.
+
+    The last is that of `--resume` or of `--replay`.
 
     A corpus or a format of the search task may have a preset of its own, "search/<name>".
 
@@ -818,14 +867,17 @@ def parse_command(
 
 
 def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunConfig:
-    """What the command line changes: the preset of its task, or the saved run of `--resume`."""
+    """What the command line changes: the preset of its task, or a saved run."""
     folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
+    recorded = _flag(arguments, "--replay")
     first = next(iter(presets))
     special = [_flag(arguments, f"--search.{name}") for name in ("corpus", "format")]
     names = [*(f"{task or first}/{name}" for name in special), task, first]
     default = next(presets[name] for name in names if name in presets)
     if folder is not None:
-        return _saved(Path(folder))
+        return dataclasses.replace(_saved("--resume", Path(folder)), resume=None, run_dir=None)
+    if recorded is not None:
+        return _for_replay(Path(recorded), presets, _flag(arguments, "--method"))
     preset = _flag(arguments, "--preset")
     if preset in PAPER_SOURCES and preset in presets:
         return _for_paper_method(presets[preset], _flag(arguments, "--method"))
@@ -885,6 +937,23 @@ def for_method(config: RunConfig, method: str | None) -> RunConfig:
     return dataclasses.replace(config, actor=actor)
 
 
+def _for_replay(folder: Path, presets: Mapping[str, RunConfig], method: str | None) -> RunConfig:
+    """The settings of a recorded run, but for what its own method prescribed and another does not.
+
+    An unknown method changes nothing here and is refused where flags are read.
+    """
+    saved = _saved("--replay", folder)
+    config = dataclasses.replace(saved, record=False, check=False, resume=None, run_dir=None)
+    if method in (None, saved.method):
+        return config
+    prescribed = METHODS[saved.method].warmup_updates.get(saved.task)
+    if prescribed is not None and prescribed == saved.actor.warmup_updates:
+        warmup = presets[saved.preset or saved.task].actor.warmup_updates
+        actor = dataclasses.replace(saved.actor, warmup_updates=warmup)
+        config = dataclasses.replace(config, actor=actor)
+    return for_method(config, method)
+
+
 def _for_paper_method(config: RunConfig, method: str | None) -> RunConfig:
     """Form batches as C.2.1 states: SAO 512 x 1, AReaL two minibatches of 512."""
     row = METHODS.get(method or config.method)
@@ -917,16 +986,15 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _saved(folder: Path) -> RunConfig:
-    """The configuration of the run in `folder`."""
+def _saved(flag: str, folder: Path) -> RunConfig:
+    """The configuration of the run in the folder that a flag names."""
     file = folder / CONFIG_FILE
     try:
-        saved = from_json(file.read_text(encoding="utf-8"))
+        return from_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        refuse(f"--resume {folder}: no run is there ({file} does not exist)")
+        refuse(f"{flag} {folder}: no run is there ({file} does not exist)")
     except (OSError, ValueError) as error:
-        refuse(f"--resume {folder}: {file} is not the configuration of a run: {error}")
-    return dataclasses.replace(saved, resume=None, run_dir=None)
+        refuse(f"{flag} {folder}: {file} is not the configuration of a run: {error}")
 
 
 def to_json(config: RunConfig) -> str:
@@ -966,7 +1034,7 @@ def _build(kind: Any, values: dict[str, Any], path: str) -> Any:
             )
         elif isinstance(value, list):
             value = tuple(value)
-        elif name.endswith("_dir") or name == "resume":
+        elif name.endswith("_dir") or name in ("resume", "replay"):
             value = None if value is None else Path(value)
         built[name] = value
     return kind(**built)

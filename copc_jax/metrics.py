@@ -18,9 +18,12 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     rollout/tokens_per_second sampled tokens
     rollout/busy_fraction     share of the time since the last line in which the generator sampled
     rollout/admission_fraction  share of that time in which it waited for admission
-    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, over the
-                              logprob_gap_tokens action tokens of the batch at lag 0; absent
-                              without any
+    rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, of the
+                              logprob_gap_tokens action tokens that servers scored since the last
+                              line with a version that the learner has trained from; without
+                              logprob_gap_skipped trajectories that gave no comparison
+    rollout/decode_gap_mean, sd, p95, max  the same of the decode_gap_tokens action tokens of the
+                              batch at lag 0, as they were sampled
     eval/em, em_low, em_high  greedy held-out exact match (0 to 1) and its 95% interval
     eval/count                held-out questions of that evaluation
     actor/*, critic/*         loss metrics by the names of copc_jax.losses
@@ -36,10 +39,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import html
 import json
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -834,9 +839,9 @@ def _words(run: _Run, pictures: Sequence[str], episodes: str) -> str:
     config = run.config
     name = [str(config[key]) for key in ("task", "method") if key in config]
     name += [f"{key} {config[key]}" for key in ("staleness", "seed") if key in config]
-    lines = [f"# Run: {', '.join(name) or 'unknown configuration'}", ""]
+    lines = [f"# Run: {_literal(', '.join(name)) or 'unknown configuration'}", ""]
     if run.command:
-        lines += ["````sh", run.command, "````", ""]
+        lines += [*_fenced("sh", run.command), ""]
     lines += [f"- {sentence}" for sentence in _findings(run)]
     lines += ["", *(f"![{picture}]({picture})" for picture in pictures), ""]
     if episodes:
@@ -845,15 +850,21 @@ def _words(run: _Run, pictures: Sequence[str], episodes: str) -> str:
     if missing:
         lines += ["## What this report cannot say", "", *(f"- {item}" for item in missing), ""]
     if config:
-        lines += [
-            "## Resolved configuration",
-            "",
-            "````json",
-            json.dumps(config, indent=2),
-            "````",
-            "",
-        ]
+        lines += ["## Resolved configuration", ""]
+        lines += [*_fenced("json", json.dumps(config, indent=2)), ""]
     return "\n".join(lines)
+
+
+def _literal(text: str) -> str:
+    """A text of a user or of a data set as Markdown that shows it and does nothing else."""
+    return re.sub(r"([\\`*\[\]])", r"\\\1", html.escape(text, quote=False))
+
+
+def _fenced(language: str, text: str) -> list[str]:
+    """A block that no line of the text ends."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(longest + 1, 4)
+    return [fence + language, text, fence]
 
 
 def _episodes(run_dir: pathlib.Path) -> str:
@@ -961,5 +972,7 @@ def _missing(run: _Run) -> list[str]:
     broken = collections.Counter(
         name for row in run.rows for name, value in row.items() if value is None
     )
-    missing += [f"{name} was not finite at {count} updates." for name, count in broken.items()]
+    missing += [
+        f"{_literal(name)} was not finite at {count} updates." for name, count in broken.items()
+    ]
     return missing

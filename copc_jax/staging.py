@@ -139,14 +139,24 @@ class StalenessStats:
         return figures
 
 
-def staleness_stats(trajectories: Sequence[Trajectory], version: int) -> StalenessStats:
-    """Count the staleness of every action token and every trajectory that `version` trains on.
+def staleness_stats(
+    trajectories: Sequence[Trajectory], version: int, *, updates: int = 1
+) -> StalenessStats:
+    """Count the staleness of every action token and every trajectory that is trained on.
+
+    Args:
+        trajectories: a batch.
+        version: the learner's before the first update on it.
+        updates: updates on it, each on one of as many equal parts, in order: what the second update
+            trains on is older by one than at the first.
 
     Raises:
         ValueError: as `staleness`.
     """
-    heads = [staleness(trajectory, version) for trajectory in trajectories]
-    lags = [version - t.weight_version[t.is_action].astype(np.int64) for t in trajectories]
+    size = max(len(trajectories) // updates, 1)
+    trained = [(t, version + min(i // size, updates - 1)) for i, t in enumerate(trajectories)]
+    heads = [staleness(trajectory, by) for trajectory, by in trained]
+    lags = [by - t.weight_version[t.is_action].astype(np.int64) for t, by in trained]
     tokens = np.concatenate(lags) if lags else np.zeros(0, np.int64)
     return StalenessStats(np.bincount(tokens), np.bincount(np.asarray(heads, np.int64)))
 

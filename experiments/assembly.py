@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import shlex
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import jax
 from rich.progress import BarColumn, Progress, TextColumn
 from tokenizers import Tokenizer
 
-from copc_jax import data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
+from copc_jax import access, data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import PAPER_MODELS, TASK_FILE, RunConfig
 from copc_jax.model import ModelConfig
@@ -27,6 +28,7 @@ from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
+from copc_jax.rollout.recording import RecordingError
 from copc_jax.tasks import math
 from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
 from copc_jax.tasks.verify import Verifier, VerifierError, check_gold
@@ -42,6 +44,7 @@ START_ERRORS = (
     SandboxError,
     VerifierError,
     CheckpointError,
+    RecordingError,
     FileExistsError,
     FileNotFoundError,
     ImportError,
@@ -264,7 +267,8 @@ def _search(config: RunConfig) -> Environment:
     if config.search.retriever_url is None:
         retriever, tools = TantivyRetriever(passages), ()
     else:
-        retriever = HttpRetriever(config.search.retriever_url)
+        key = access.read_key(config.search.retriever_api_key)
+        retriever = HttpRetriever(config.search.retriever_url, api_key=key)
         tools = (retriever,)
     asked, held_out_asked = questions(
         config,
@@ -467,8 +471,27 @@ async def _closing(verifier: Verifier) -> AsyncIterator[None]:
 ENVIRONMENTS: dict[str, Callable[[RunConfig], Environment]] = {"search": _search, "math": _math}
 
 
-def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | None:
-    """Start the rollout server that the configuration asks for; None when it names running ones."""
+def server_key(config: RunConfig) -> str | None:
+    """Key of the run's servers: what the configuration points to, or a new one for its own server.
+
+    Raises:
+        ValueError: there is no readable key at that place.
+    """
+    key = access.read_key(config.rollout.api_key)
+    return secrets.token_urlsafe(32) if key is None and not config.rollout.urls else key
+
+
+def launch(
+    config: RunConfig, folder: Path, log_file: Path, key: str | None = None
+) -> ServerProcess | None:
+    """Start the rollout server that the configuration asks for; None when it names running ones.
+
+    Args:
+        config: of the run.
+        folder: the weights that it starts with.
+        log_file: later weights may lie beside it, or deeper.
+        key: what its requests must bring.
+    """
     if config.rollout.urls:
         return None
     if config.rollout.launch == "sglang":
@@ -479,6 +502,7 @@ def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | N
             device=config.rollout.sglang_device,
             slots=config.rollout.slots,
             max_length=config.rollout.max_tokens,
+            api_key=key,
             arguments=shlex.split(config.rollout.sglang_args),
         )
     return launch_embedded(
@@ -488,13 +512,20 @@ def launch(config: RunConfig, folder: Path, log_file: Path) -> ServerProcess | N
         max_length=config.rollout.max_tokens,
         cpus=config.cpus[1:] if config.cpus else (),
         compilation_cache=compiled_programs(config),
+        # Mode "exact" is for controlled comparisons: two runs with one seed are to be the same.
+        arguments=["--enable-deterministic-inference"] if config.staleness_mode == "exact" else [],
+        weight_roots=[log_file.parent],
+        api_key=key,
     )
 
 
 def client(
-    config: RunConfig, urls: Sequence[str], on_event: Callable[[str, str, str], None] | None = None
+    config: RunConfig,
+    urls: Sequence[str],
+    on_event: Callable[[str, str, str], None] | None = None,
+    key: str | None = None,
 ) -> SGLangClient:
-    """Client of the run's servers; enter it on the loop that uses it."""
+    """Client of the run's servers, with their key; enter it on the loop that uses it."""
     rollout = config.rollout
     return SGLangClient(
         urls,
@@ -503,6 +534,7 @@ def client(
         deadline_s=rollout.deadline_seconds,
         pause_mode=rollout.pause_mode,
         on_event=on_event,
+        api_key=key,
     )
 
 

@@ -267,9 +267,10 @@ class Evaluation:
         rollout = self.config.rollout
         limits = ("max_turns", "max_tokens", "max_new_tokens", "max_observation_tokens")
         task = dataclasses.asdict(getattr(self.config, self.config.task))
+        task.pop("retriever_api_key", None)
         settings = {
             "task": self.config.task,
-            "contents of --model": _digest(Path(self.config.model)),
+            "contents of --model": model_digest(Path(self.config.model)),
             "data": [str(name) for name in self.how.data],
             "contents of --data": data.dataset_fingerprint(self.prompts, 0)["sha256"],
             **{name: getattr(self.how, name) for name in ("samples", "temperature", "top_p")},
@@ -302,18 +303,22 @@ class Evaluation:
             wanted = self.wanted()
             if self.records:
                 print(f"{len(self.records)} samples are there, {len(wanted)} are missing")
-            log = self.out / "server.log"
-            server = assembly.launch(self.config, Path(self.config.model), log)
+            log, key = self.out / "server.log", assembly.server_key(self.config)
+            server = assembly.launch(self.config, Path(self.config.model), log, key)
             if server is not None:
                 stack.enter_context(server)
-            asyncio.run(self._play(wanted, file, server))
+            asyncio.run(self._play(wanted, file, server, key))
 
     async def _play(
-        self, wanted: list[tuple[Prompt, int]], file: TextIO, server: ServerProcess | None
+        self,
+        wanted: list[tuple[Prompt, int]],
+        file: TextIO,
+        server: ServerProcess | None,
+        key: str | None,
     ) -> None:
         urls = self.config.rollout.urls or (server.url,)  # pyright: ignore[reportOptionalMemberAccess]
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(assembly.client(self.config, urls))
+            client = await stack.enter_async_context(assembly.client(self.config, urls, key=key))
             for tool in self.parts.environment.tools:
                 await stack.enter_async_context(tool)
             await client.check(wait_s=30.0)
@@ -601,7 +606,7 @@ def _new_folder(config: RunConfig) -> Path:
     return Path(config.model).absolute().parent / f"eval-{config.task}-{now}"
 
 
-def _digest(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Hash of what a model computes: configuration, weights and tokenizer."""
     total = hashlib.sha256()
     names = ("config.json", "tokenizer.json")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
+import functools
 import json
 import shutil
 import signal
@@ -31,14 +32,14 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import access, data, hf, memory, metrics, model, sharding, staging, viewer
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
 from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
-from copc_jax.rollout.client import RolloutError
 from copc_jax.rollout.collector import CollectorError
+from copc_jax.rollout.gap import Reference, decode_gap
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
@@ -48,9 +49,11 @@ RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not Val
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
+    *("record", "replay"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
-    *("rollout.logprob_gap_limit", "rollout.slots", "rollout.timeout_seconds"),
+    *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
+    *("rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
 )
 
@@ -225,6 +228,7 @@ class Run:
         shutil.rmtree(weights, ignore_errors=True)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
+        recording = None if config.replay is None else batch_sources.open_recording(config)
         if config.preset is not None:
             print(f"preset {config.preset}: --check=True says what the paper states of it")
         print("building corpus, questions and tokenizer", flush=True)
@@ -239,38 +243,54 @@ class Run:
             del params
         else:
             self.state, host = self._restore(checkpoints, resumed)
+            if ("recording" in host) != (recording is not None):
+                raise CheckpointError(
+                    f"--resume {run_dir}: replay must be {'on' if recording is None else 'off'}, "
+                    "as it was: a run cannot change between rollouts and a recording"
+                )
             # What a server starts with, and again after it died; the warm start may be gone.
             folder = run_dir / "weights" / "start"
             self._export(folder)
             print(f"resumed from update {resumed}", flush=True)
+        self.batches = host.get("run", {}).get("batches", 0)
+        recorder = None
+        if recording is not None:
+            batch_sources.check_recording(recording, config, self.parts, folder, host)
+        elif config.record:
+            recorder = batch_sources.start_recording(config, self.parts, run_dir, folder, host)
         # Only now: a refused resume must not replace the configuration of the run.
         (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
         if resumed is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
-        self.batches = host.get("run", {}).get("batches", 0)
         self._first = True
 
         self._step = self._compile_step(stack)
         self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
-        self.source = stack.enter_context(self._open_source(folder, host))
+        generator = functools.partial(
+            batch_sources.Generator, config, self.parts, run_dir, save_weights=self._save_weights
+        )
+        self.source: batch_sources.Source
+        if recording is None:
+            live = generator(folder=folder, host=host, recorder=recorder)
+            self.source = stack.enter_context(live)
+        else:
+            self.source = stack.enter_context(
+                batch_sources.Replay(config, recording, lambda: self._start_evaluations(generator))
+            )
         self.log = stack.enter_context(
             metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
         )
         self._usage = _Usage(lambda: self.source.server)
 
-    def _open_source(
-        self, folder: Path, host: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[batch_sources.Source]:
-        return batch_sources.Generator(
-            self.config,
-            self.parts,
-            self.run_dir,
-            folder=folder,
-            save_weights=self._save_weights,
-            host=host,
-        )
+    def _start_evaluations(
+        self, generator: Callable[..., batch_sources.Generator]
+    ) -> batch_sources.Generator:
+        """Make a generator that starts from the present weights and trains on nothing."""
+        folder = self.run_dir / "weights" / "start"
+        self._export(folder)
+        return generator(folder=folder, host={}, train=False)
 
     def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
         config = self.config
@@ -291,7 +311,9 @@ class Run:
 
     @property
     def _last_version(self) -> int:
-        return self.config.updates
+        if self.source.length is None:
+            return self.config.updates
+        return min(self.config.updates, self.source.length * self.method.minibatches)
 
     def _resumed_step(self, checkpoints: Checkpointer) -> int | None:
         if self.config.resume is None:
@@ -313,12 +335,19 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
-        warmup, updates = self.config.critic_warmup_updates, self.config.updates
+        warmup, updates = self.config.critic_warmup_updates, self._last_version
         if self.method.critic and warmup >= updates:
             self._say(
                 f"note: the actor stays as it is: critic_warmup_updates {warmup} takes all of the "
                 f"{updates} updates"
             )
+        if self.config.replay is not None:
+            self._say(
+                f"replay of {self.config.replay}: {self.source.length} batches are recorded, "
+                f"{updates} updates are made"
+            )
+            if self.method.dynamic_sampling:
+                self._say("note: groups of equal rewards stay in a replay, with advantage 0")
         self.source.publish(self.version)
         self.source.wait_published()
         if self.log.last_step < 0:
@@ -375,7 +404,7 @@ class Run:
 
         self.log.status("learner step")
         batch, packed = self._pack(trajectories)
-        lag = staging.staleness_stats(trajectories, self.version)
+        lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
         # The step donates the state: between the two there is nothing that could be saved.
@@ -384,7 +413,8 @@ class Run:
             values = finish(result)
             trained_by, self.version = self.version, self.version + self.method.minibatches
             self.batches += 1
-        values |= self._logprob_gap(batch, targets, trained_by)
+        if self.source.sampled_by(trained_by):
+            values |= self._compare_logprobs(batch, packed, targets, trained_by)
         clock.lap("learner/seconds")
         if self._first:
             self._first = False
@@ -410,8 +440,6 @@ class Run:
                 values[name] = values.get(name, 0.0) + len(prompts)
         every = config.eval.every
         if last or (every and self.batches % every == 0):
-            if last:
-                self.source.wait_published()
             values |= self._evaluate(final=last)
         clock.lap("learner/eval_seconds")
         if self.batches % config.checkpoint_every == 0 and not last:
@@ -436,7 +464,7 @@ class Run:
                 rows=config.batch_size // parts,
                 time=config.rollout.max_tokens,
                 learner_version=self.version,
-                staleness=config.staleness,
+                staleness=self.source.staleness,
                 gamma=config.loss.gamma,
                 truncated=config.truncated,
                 pad_id=self.parts.tokenizer.token_to_id(data.PAD_TOKEN) or 0,
@@ -448,35 +476,27 @@ class Run:
         batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
         return batch, [stats for _, stats in packed]
 
-    def _logprob_gap(self, batch: Batch, targets: Targets, version: int) -> dict[str, float]:
-        """Compare server and learner on tokens that the weights of this update's start sampled.
-
-        There the two compute the same number, and differ by their arithmetic only.
+    def _compare_logprobs(
+        self, batch: Batch, packed: list[staging.PackStats], targets: Targets, version: int
+    ) -> dict[str, float]:
+        """Compare server and learner on tokens that `version` sampled, and have others scored.
 
         Raises:
             RolloutError: they differ by more than the limit.
         """
+        logprob = jax.device_get(targets.policy_logprob)
+        places = _places(batch, packed)
+        count = min(self.config.rollout.logprob_gap_trajectories, len(places))
+        references = []
+        for index in range(count):
+            # Others of the batch with every update.
+            trajectory, row, place = places[(version + index * len(places) // count) % len(places)]
+            own = logprob[row, place].copy()
+            references.append(Reference(trajectory.token_ids, trajectory.is_action, own))
+        self.source.compare(version, references)
         fresh = batch.is_action & (batch.weight_version == version)
-        if not fresh.any():
-            return {}
-        gap = np.abs(jax.device_get(targets.policy_logprob) - batch.behavior_logprob)[fresh]
         limit = self.config.rollout.logprob_gap_limit
-        if gap.mean() > limit:
-            raise RolloutError(
-                f"server and learner disagree on {gap.size} tokens that version {version} sampled: "
-                f"mean |log-prob difference| {gap.mean():.3g} nats, largest {gap.max():.3g}, limit "
-                f"{limit:g} (rollout.logprob_gap_limit). Likely causes: the server keeps other "
-                "weights than it says, or stale keys and values; it computes in lower precision "
-                "(dtype, quantization); it changes logits (temperature, penalties, a logit "
-                "processor). This update has trained on them"
-            )
-        return {
-            "rollout/logprob_gap_mean": float(gap.mean()),
-            "rollout/logprob_gap_sd": float(gap.std()),
-            "rollout/logprob_gap_p95": float(np.quantile(gap, 0.95)),
-            "rollout/logprob_gap_max": float(gap.max()),
-            "rollout/logprob_gap_tokens": float(gap.size),
-        }
+        return decode_gap(logprob[fresh], batch.behavior_logprob[fresh], version, limit)
 
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
@@ -488,15 +508,9 @@ class Run:
             figures |= {"value": targets.value, "value_target": targets.value_target}
         figures |= {"advantage": advantage, "gradient": gradient}
         figures = jax.device_get(figures)
-        rows = batch.reward.shape[0] // len(packed)
-        places = [
-            (trajectory, part * rows + row, start)
-            for part, stats in enumerate(packed)
-            for trajectory, row, start in stats.places
-        ]
+        places = _places(batch, packed)
         wanted = self.config.viewer.episodes
-        for trajectory, row, start in places[:: max(len(places) // wanted, 1)][:wanted]:
-            place = slice(start, start + trajectory.token_ids.size)
+        for trajectory, row, place in places[:: max(len(places) // wanted, 1)][:wanted]:
             record = viewer.record(
                 trajectory,
                 self.parts.tokenizer,
@@ -510,7 +524,12 @@ class Run:
 
     def _evaluate(self, *, final: bool) -> dict[str, float]:
         config = self.config
+        if not config.eval.enabled:
+            return {}
         self.log.status("evaluating")
+        # In mode "exact" no update of the servers may come in mid-response.
+        if final or config.staleness_mode == "exact":
+            self.source.wait_published()
         limit = config.eval.final_questions if final else config.eval.questions
         prompts = self.parts.environment.held_out[: limit or None]
         result = self.source.evaluate(prompts)
@@ -527,9 +546,14 @@ class Run:
         )
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-        lags = self.version - self.method.minibatches - batch.weight_version[batch.is_action]
+        # Each minibatch has rows of its own, and is trained on one version later than the last one.
+        parts = self.method.minibatches
+        trained_by = (
+            self.version - parts + np.arange(len(batch.is_action)) * parts // len(batch.is_action)
+        )
+        lags = trained_by[:, None] - batch.weight_version
         return {
-            "lag/tokens": np.asarray(lags),
+            "lag/tokens": lags[np.asarray(batch.is_action)],
             "length/tokens": np.asarray([len(t.token_ids) for t in trajectories]),
             "reward": np.asarray([t.reward for t in trajectories]),
         }
@@ -586,11 +610,22 @@ class _Usage:
             used["rollout/cpu_fraction"] = times.user + times.system
         # A server that is starting again, or SGLang, does not tell.
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-            url = f"{server.url}/server_info"
-            with urllib.request.urlopen(url, timeout=2.0) as answer:
+            headers = access.bearer(server.api_key)
+            request = urllib.request.Request(f"{server.url}/server_info", headers=headers)
+            with urllib.request.urlopen(request, timeout=2.0) as answer:
                 busy = json.load(answer)["internal_states"][0]["busy_seconds"]
             used["rollout/engine_busy_fraction"] = float(busy)
         return used, memory
+
+
+def _places(batch: Batch, packed: list[staging.PackStats]) -> list[tuple[Trajectory, int, slice]]:
+    """Where each trajectory stands in a batch: its row and its slots."""
+    rows = batch.reward.shape[0] // len(packed)
+    return [
+        (trajectory, part * rows + row, slice(start, start + trajectory.token_ids.size))
+        for part, stats in enumerate(packed)
+        for trajectory, row, start in stats.places
+    ]
 
 
 def source_figures(
@@ -665,9 +700,9 @@ class _Interrupts:
 
 def _new_run_dir(config: RunConfig) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return (
-        Path("runs") / f"{config.task}-{config.method}-s{config.staleness}-seed{config.seed}-{now}"
-    )
+    kind = "" if config.replay is None else "-replay"
+    name = f"{config.task}-{config.method}-s{config.staleness}-seed{config.seed}{kind}-{now}"
+    return Path("runs") / name
 
 
 if __name__ == "__main__":

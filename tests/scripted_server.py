@@ -20,10 +20,13 @@ Steps, all with `delay` seconds before the answer:
     Drop()               closes the connection without an answer.
     Behave()             what the server would do without a script; to let some requests through.
 
-`server.policy = function(body) -> Tokens` replaces the default sampler for unscripted requests.
+`server.policy = function(body) -> Tokens` replaces the default sampler for unscripted requests, and
+`server.scores = function(ids) -> list` gives the log-probs of a prompt that asks for them.
 `server.stop()` closes the port, `server.start()` opens the same port again with version "default":
 a restart that forgot its weights. `ScriptedRouter([url, url])` answers like sglang-router 0.3.2:
-/generate goes round the workers, GET /workers lists them, control paths are 404.
+/generate goes round the workers, GET /workers lists them, control paths are 404. `Forgetful(url,
+updates, folder)` passes everything on to a real server, but after some updates of the weights it
+has the last ones loaded again under each new label.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ import collections
 import contextlib
 import dataclasses
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -182,6 +187,7 @@ class ScriptedServer(_Threaded):
         super().__init__()
         self.context_length = context_length
         self.policy: Callable[[dict[str, Any]], Tokens] = count_up
+        self.scores: Callable[[list[int]], list[Any]] = lambda ids: [LOGPROB] * len(ids)
         self.version = "default"
         self.loaded: list[str] = []
         self.aborted: list[str] = []
@@ -276,6 +282,11 @@ class ScriptedServer(_Threaded):
             await self._go.wait()
             tokens = step if isinstance(step, Tokens) else self.policy(body)
             answer = await self._sample(rid, tokens, limit)
+            if body.get("logprob_start_len") == 0:
+                pairs = zip(self.scores(body["input_ids"]), body["input_ids"], strict=True)
+                scores = [[logprob, token, None] for logprob, token in pairs]
+                scores[0][0] = None
+                answer["meta_info"]["input_token_logprobs"] = scores
         finally:
             self.running -= 1
             self._live.discard(rid)
@@ -355,3 +366,33 @@ class ScriptedRouter(_Threaded):
                         )
             return web.json_response({"error": {"code": "no_available_workers"}}, status=503)
         return web.Response(status=404)
+
+
+class Forgetful(_Threaded):
+    def __init__(self, server: str, updates: int, folder: Path) -> None:
+        super().__init__()
+        self.server = server
+        self._left = updates
+        self._folder = folder
+
+    async def _begin(self) -> None:
+        self._session = aiohttp.ClientSession()
+
+    async def _end(self) -> None:
+        await self._session.close()
+
+    async def _answer(self, request: web.Request, body: Any) -> web.StreamResponse:
+        if request.path == "/update_weights_from_disk":
+            if self._left:
+                self._left -= 1
+                # The sender removes its folders in time.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                shutil.copytree(body["model_path"], self._folder)
+            else:
+                body["model_path"] = str(self._folder)
+        async with self._session.request(
+            request.method, self.server + request.path, json=body
+        ) as reply:
+            return web.Response(
+                status=reply.status, body=await reply.read(), content_type=reply.content_type
+            )

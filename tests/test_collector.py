@@ -502,6 +502,29 @@ def test_versions_are_published_in_order_and_the_newest_wins_unless_exact(mode, 
 
 
 @pytest.mark.parametrize("mode", ["bounded", "exact"])
+def test_a_version_that_is_told_twice_counts_once(mode):
+    """C39: lag is the learner's version minus the sampling version, whatever was announced."""
+
+    def lags(times):
+        world = World(16, slowest=1)
+        found = []
+        with collector_of(world, Admission(2, 2, mode=mode)) as collector:
+            for step in range(8):
+                for _ in range(times):
+                    collector.publish("weights", step)
+                settle(collector)
+                (first, *_) = batch = collector.next_batch(step)
+                assert collector.published_version == step
+                found.append(staging.staleness_stats(batch, step).tokens.tolist())
+                assert first.weight_version.max() <= step
+        return found
+
+    once = lags(1)
+    assert max(map(len, once)) == 3
+    assert lags(3) == once
+
+
+@pytest.mark.parametrize("mode", ["bounded", "exact"])
 def test_waiting_for_a_publication_ends_at_the_newest_version(mode):
     world = World(23, slowest=40)
     with collector_of(world, Admission(2, 1, mode=mode)) as collector:

@@ -20,6 +20,7 @@ from pyarrow import parquet
 from scripted_server import Behave, ScriptedServer, Status
 
 from copc_jax import hf, metrics
+from copc_jax.config import PRESETS
 from copc_jax.rollout.launch import launch_embedded
 
 # What the model of these tests has learned by heart, without searching and with a search.
@@ -297,6 +298,18 @@ def test_the_servers_get_the_sampling_that_was_asked_for(model, files, cache, tm
         sent = [body["sampling_params"] for body in server.sent("/generate")]
     assert sent and all(p["temperature"] == 0.6 and p["top_p"] == 0.9 for p in sent)
     assert len({p["sampling_seed"] for p in sent}) == len(sent)
+
+
+@pytest.mark.parametrize(
+    ("task", "samples", "temperature"), [("search", 1, 0.0), ("math", 32, 0.6)]
+)
+def test_the_protocol_of_the_paper_is_not_that_of_training(task, samples, temperature):
+    """C113: whatever training samples with, evaluation has settings of its own."""
+    preset = PRESETS[task]
+    how, config = evaluate._defaults(preset, {"--data": "x.jsonl"}.get)
+    assert (how.samples, how.temperature, how.top_p) == (samples, temperature, 1.0)
+    assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
+    assert preset == PRESETS[task]
 
 
 def test_failed_episodes_are_retried_and_never_scored(model, files, cache, tmp_path, capsys):

@@ -18,6 +18,7 @@ SERVE = """
 import http.server, json, os, sys
 
 arguments = sys.argv[1:]
+print("key:", os.environ.get("COPC_API_KEY", ""), flush=True)
 if "--fail" in arguments:
     sys.exit("no module named sglang")
 port = int(arguments[arguments.index("--port") + 1])
@@ -103,6 +104,22 @@ def test_own_arguments_and_variables_win(python, tmp_path):
         arguments, environment = called(server)
     assert options(arguments)["--dtype"] == "float16" and options(arguments)["--tp"] == "2"
     assert environment == {"HF_HUB_OFFLINE": "0", "EXTRA": "yes"}
+
+
+def test_a_key_stands_neither_on_the_command_line_nor_in_the_log(python, tmp_path, monkeypatch):
+    # A key of another server does not go to one that asks for none.
+    monkeypatch.setenv("COPC_API_KEY", "secret-of-another")
+    key = "secret-9xQ2"
+    for given, logged in ((key, "key: [key]"), (None, "key:")):
+        log = tmp_path / f"log of {given is not None}"
+        with launch_sglang(python, tmp_path / "m", log_file=log, api_key=given) as server:
+            assert server.api_key == given
+            arguments, _ = called(server)
+        # Ended, it has written all of its log.
+        assert arguments[0] == ("-m" if given is None else "-c")
+        assert not any("secret" in argument for argument in arguments)
+        assert log.read_text().splitlines()[0].strip() == logged
+        assert "secret" not in log.read_text()
 
 
 def test_a_restart_keeps_address_and_arguments(python, tmp_path):

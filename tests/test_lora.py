@@ -373,7 +373,7 @@ def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1]["actor/gradient_norm"] > 0
     # After an update servers sample from merged weights, and agree with the learner's adapters.
-    assert rows[2]["rollout/logprob_gap_max"] < 1e-4
+    assert rows[2]["rollout/decode_gap_max"] < 1e-4
     assert json.loads((folder / "config.json").read_text())["lora"]["rank"] == 2
     trained, config = hf.load_hf(folder / "model")
     (start,) = (tmp_path / "cache").rglob("model.safetensors")

@@ -1,11 +1,13 @@
 """What a person sees of a run: files, display, report."""
 
+import html
 import io
 import json
 import math
 import os
 import pathlib
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -15,6 +17,7 @@ import textwrap
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 from tensorboardX.proto import event_pb2
 
 from copc_jax.metrics import (
@@ -425,6 +428,38 @@ def test_report_of_short_and_synchronous_runs(tmp_path, updates, staleness):
     write_run(tmp_path, updates=updates, staleness=staleness)
     report(tmp_path)
     assert (tmp_path / "lag.png").exists()
+
+
+def test_report_shows_hostile_text_and_obeys_none_of_it(tmp_path):
+    hostile = (
+        '<script>window.hit=1</script><img src=x onerror="window.hit=1"> & [read](javascript:hit) '
+        "`<b>` \\` ```` <i>"
+    )
+    write_run(tmp_path, updates=5)
+    config = {"task": hostile, "method": "copc", "data": {"train": [hostile]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"python experiments/run.py --data.train={hostile}\n````\n{hostile}\n"
+    (tmp_path / "command.txt").write_text(command)
+    rows = lines_of(tmp_path / "metrics.jsonl")
+    rows[-1][f"source/{hostile}/reward"] = None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = MarkdownIt("commonmark").render(report(tmp_path).read_text())
+    pictures = {"curves.png", "lag.png", "time.png"}
+    assert set(re.findall(r"<([a-z0-9]+)", page)) == {
+        "h1",
+        "h2",
+        "p",
+        "ul",
+        "li",
+        "pre",
+        "code",
+        "img",
+    }
+    assert set(re.findall(r'<img src="([^"]*)"', page)) == pictures
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    # In the heading, the command twice, the configuration and the name of a figure.
+    assert text.count("<script>window.hit=1</script><img src=x onerror=") == 6
+    assert text.count("[read](javascript:hit)") == 6
 
 
 def test_report_without_updates_is_refused(tmp_path):

@@ -9,15 +9,20 @@ import subprocess
 import sys
 import time
 
+import assembly
 import evaluate
 import numpy as np
 import psutil
 import pytest
 import run
+from batch_sources import Generator
+from scripted_server import Behave, ScriptedServer
 
 from copc_jax import hf
+from copc_jax.config import parse
 from copc_jax.metrics import read_metrics
 
+KEY = "sk-5Rk2wE_not-a-word_q8"
 EXPERIMENTS = pathlib.Path(run.__file__).parent
 TINY = [
     "--task=search",
@@ -61,15 +66,17 @@ def losses(run_dir):
 
 @pytest.fixture(scope="module")
 def synchronous(cache, tmp_path_factory):
-    """Four synchronous updates without any disturbance."""
+    """Four synchronous updates without any disturbance, with an API key of the person's own."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     done = subprocess.run(
         command(*arguments(cache, run_dir, "--staleness=0", "--updates=4", "--checkpoint-every=2")),
         capture_output=True,
         text=True,
         timeout=380,
+        env={**os.environ, "COPC_API_KEY": KEY},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir.parent / "output").write_text(done.stdout + done.stderr)
     return run_dir
 
 
@@ -113,6 +120,49 @@ def test_a_run_leaves_everything_that_a_person_is_promised(synchronous):
         "memory/rss_mb",
     ):
         assert name in rows[-1], name
+
+
+def test_a_run_leaves_no_trace_of_its_key(synchronous, cache):
+    files = [p for folder in (synchronous.parent, cache) for p in folder.rglob("*") if p.is_file()]
+    assert {"config.json", "command.txt", "server.log", "report.md", "output"} <= {
+        path.name for path in files
+    }
+    for path in files:
+        assert KEY.encode() not in path.read_bytes(), path
+    saved = json.loads((synchronous / "config.json").read_text())
+    assert saved["rollout"]["api_key"] == "env:COPC_API_KEY"
+    # The server asked for the key, and got it from whoever asks in the run's name.
+    assert "rollout/engine_busy_fraction" in read_metrics(synchronous)[-1]
+
+
+def test_weights_stay_until_every_server_has_taken_newer_ones(cache, tmp_path):
+    """C60: what a server holds or is about to read is never removed."""
+    weights = tmp_path / "run" / "weights"
+    folders = lambda: sorted(folder.name for folder in weights.iterdir())
+    with ScriptedServer() as server:
+        config = parse([*arguments(cache, tmp_path / "run"), "--rollout.urls", server.url])
+        source = Generator(
+            config,
+            assembly.build(config),
+            tmp_path / "run",
+            folder=tmp_path,
+            save_weights=lambda folder: folder.mkdir(parents=True),
+            host={},
+        )
+        with source:
+            source.publish(0)
+            source.wait_published()
+            server.script("/update_weights_from_disk", Behave(delay=10.0))
+            source.publish(1)
+            while len(server.sent("/update_weights_from_disk")) < 2:
+                time.sleep(0.01)
+            for version in (2, 3, 4):
+                source.publish(version)
+            assert source.collector.published_version == 0
+            assert {"v000000", "v000001", "v000004"} <= set(folders())
+            source.wait_published()
+            source.publish(5)
+            assert folders() == ["v000004", "v000005"]
 
 
 def test_a_run_that_cannot_go_on_saves_itself_and_says_why_in_one_line(cache, tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -189,6 +190,8 @@ def launch(directory, log_file, compilation_cache, **more):
         slots=SLOTS,
         max_length=MAX_LENGTH,
         compilation_cache=compilation_cache,
+        # That of all tests.
+        weight_roots=[directory.parents[1]],
         # Two tokens a dispatch, so that control calls land in the middle of responses.
         arguments=[
             *("--steps-per-dispatch", "2", "--prefill-rows", "2"),
@@ -913,6 +916,28 @@ def test_few_programs_serve_all_lengths(api):
         api.generate([5] * length, max_new_tokens=3)
     assert api.state()["compilations"] == before
     assert before < 16
+
+
+def test_requests_aborts_and_updates_leave_nothing_behind(server, api, weights):
+    """C62: memory stays below 1 MB a round, aborted requests and old weights included."""
+    process = psutil.Process(server.process.pid)
+    rss, files, threads = [], [], []
+    for step in range(300):
+        name = f"{step:032x}"
+        with in_background(lambda name=name: api.generate(body={"rid": name}, **LONG)) as (future,):
+            api.wait_until(lambda state: state["running"] == 1)
+            api.post("/abort_request", {"rid": name})
+            assert future.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        if step % 10 == 0:
+            api.update(weights[str(1 + step // 10 % 2)], str(step))
+        rss.append(process.memory_info().rss / 2**20)
+        files.append(process.num_fds())
+        threads.append(process.num_threads())
+    slope = np.polyfit(np.arange(200), rss[100:], 1)[0]
+    assert slope < 1.0
+    assert max(files[200:]) <= max(files[:100]) and max(threads[200:]) <= max(threads[:100])
+    state = api.state()
+    assert (state["running"], state["waiting"], state["tokens"]) == (0, 0, 0)
 
 
 def test_counters_add_up(api):

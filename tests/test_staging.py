@@ -184,6 +184,15 @@ def test_later_updates_on_the_same_batch_are_within_the_limit_too():
     assert staleness_stats([at_the_limit], 6).summary()["token_max"] == 3
 
 
+def test_what_a_second_update_trains_on_is_older_by_one():
+    """C41: of two minibatches the second trains at the next version."""
+    batch = [trajectory([0, 1], version=3) for _ in range(4)]
+    assert staleness_stats(batch, 5).tokens.tolist() == [0, 0, 4]
+    two = staleness_stats(batch, 5, updates=2)
+    assert two.tokens.tolist() == two.trajectories.tolist() == [0, 0, 2, 2]
+    assert two.summary()["token_mean"] == 2.5
+
+
 def test_staleness_is_counted_per_token_and_per_trajectory():
     first = trajectory([0, 1, 1, 0, 1], weight_version=np.asarray([99, 3, 3, 99, 5], np.int32))
     second = trajectory([0, 1], version=5)

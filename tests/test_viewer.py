@@ -219,6 +219,18 @@ def test_no_text_of_an_episode_leaves_its_place(tmp_path):
     assert "default-src 'none'" in text and "unsafe" not in text
 
 
+def test_a_tag_that_is_split_over_tokens_stays_text(tmp_path):
+    attack = "<script>window.hit=1</script><img src=x onerror=window.hit=1>"
+    trajectory = episode(["Question?", attack, "<iframe>", attack[::-1] + attack])
+    figures = figures_of(trajectory)
+    made = [record(trajectory, TOKENIZER, figures, step=4, trained_by=3)]
+    (policy, _) = (part for part in made[0]["parts"] if part["by"] == "policy")
+    assert policy["tokens"] == list(attack)
+    found = Elements(write_run(tmp_path, made).read_text())
+    assert found.tags.count("script") == 2 and not {"iframe", "img"} & {*found.tags}
+    assert not found.active and json.loads(found.data)["episodes"] == made
+
+
 def test_the_command_writes_the_page_or_says_why_not(tmp_path, capsys):
     run = tmp_path / "run"
     page = write_run(run, hostile_records())

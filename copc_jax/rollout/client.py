@@ -23,6 +23,7 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 
+from copc_jax import access
 from copc_jax.types import Finish, Generation
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class RolloutError(RuntimeError):
 
 class RolloutUnavailable(RolloutError):
     """No server gave a usable answer within the retries and the deadline."""
+
+
+class RolloutUnauthorized(RolloutError):
+    """A server wants an API key, or another one."""
 
 
 class WeightUpdateError(RolloutError):
@@ -193,6 +198,7 @@ class SGLangClient:
         probe_interval_s: float = 2.0,
         unhealthy_after: int = 3,
         on_event: Callable[[str, str, str], None] | None = None,
+        api_key: str | None = None,
     ):
         """Set up; nothing is sent before `__aenter__`.
 
@@ -216,6 +222,7 @@ class SGLangClient:
                 out.
             on_event: called with (event, url, detail) for "unhealthy", "readmitted" and
                 "foreign weights".
+            api_key: sent with every request; no message shows it.
 
         Raises:
             ValueError: naming the argument that is not usable.
@@ -254,6 +261,7 @@ class SGLangClient:
         self._probe_interval_s = probe_interval_s
         self._unhealthy_after = unhealthy_after
         self._on_event = on_event
+        self._api_key = api_key
         self._servers = [
             _Server(url, [u.rstrip("/") for u in control_urls] if control_urls else [url])
             for url in dict.fromkeys(url.rstrip("/") for url in urls)
@@ -268,12 +276,14 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         # Servers close idle connections after 5 s (uvicorn's default); a reused one that is being
         # closed looks like a dead server, so drop them earlier.
+        headers = access.bearer(self._api_key)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=3.0)
+            connector=aiohttp.TCPConnector(limit=self.max_connections, keepalive_timeout=3.0),
+            headers=headers,
         )
         # Apart from generations, which may hold every connection of theirs for minutes.
         self._control_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0), headers=headers
         )
         self._weights_lock = asyncio.Lock()
         self._monitor_task = asyncio.create_task(self._monitor())
@@ -335,6 +345,8 @@ class SGLangClient:
         if server.workers == [server.url]:
             try:
                 await self._label(server.url)
+            except RolloutUnauthorized:
+                raise
             except RolloutError as error:
                 # A router answers 404 here but lists its workers.
                 listed = await self._router_workers(server.url)
@@ -344,6 +356,8 @@ class SGLangClient:
         for url in server.workers:
             try:
                 await self._label(url)
+            except RolloutUnauthorized:
+                raise
             except RolloutError as error:
                 raise RolloutError(f"{url} is not an SGLang server: {error}") from error
         await self._control("GET", server.url + "/health")
@@ -453,6 +467,42 @@ class SGLangClient:
             self.counters.aborts += 1
             if not len(part.token_ids):
                 await self._back_off(1, deadline)
+
+    def holding(self, version: int) -> list[str]:
+        """Return the addresses of the workers in use that hold this published version."""
+        servers = (s for s in self._servers if s.healthy and s.version == version)
+        return [url for server in servers for url in server.workers]
+
+    async def score(
+        self, token_ids: Sequence[int] | np.ndarray, url: str
+    ) -> tuple[np.ndarray, int]:
+        """Have one worker compute the log-probabilities of given tokens, in one attempt.
+
+        Returns:
+            f32[S], at temperature 1, 0 for the first token; and the version of the weights, -1 for
+            a label that is no version of a run.
+
+        Raises:
+            RolloutError: no answer, a refusal, or an answer without a log-probability of each token
+                after the first one.
+        """
+        request = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": [int(token) for token in token_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        try:
+            text = await self._call(
+                self._control_session, "POST", url + "/generate", request, self._short_s
+            )
+            answer = json.loads(text)
+        except (_Transient, ValueError) as error:
+            if isinstance(error, _Transient) and error.timed_out:
+                await self._abort_worker(url, {"rid": request["rid"]})
+            raise RolloutUnavailable(f"{url} did not score: {error}") from error
+        return parse_scores(answer, request["rid"], request["input_ids"])
 
     async def _attempt(
         self, server: _Server, request: dict[str, Any], deadline: float, key: str | None
@@ -788,6 +838,7 @@ class SGLangClient:
 
         Raises:
             _Transient: no connection, no answer, or one that asks to come again.
+            RolloutUnauthorized: status 401.
             RolloutError: any other status below 500 but 2xx.
         """
         timeout = aiohttp.ClientTimeout(total=seconds)
@@ -796,6 +847,8 @@ class SGLangClient:
                 method, url, json=body, timeout=timeout, headers=headers
             ) as reply:
                 text = (await reply.read()).decode(errors="replace")
+                # Messages quote answers, and a server may repeat what it was sent.
+                text = access.hide(text, self._api_key)
                 status = reply.status
         except TimeoutError as error:
             message = f"{method} {url} had no answer within {seconds:.3g} s"
@@ -809,6 +862,12 @@ class SGLangClient:
         message = f"{method} {url} answered {status}: {text[:300]}"
         if status >= 500 or status in _TRY_AGAIN:
             raise _Transient(message)
+        if status == 401:
+            wrong = "none was sent" if self._api_key is None else "it does not take the one sent"
+            raise RolloutUnauthorized(
+                f"{message}. The server wants its API key and {wrong}: set {access.ROLLOUT_KEY}, "
+                "or say where the key is with --rollout.api-key=env:NAME or file:PATH"
+            )
         raise RolloutError(message)
 
     async def _control(
@@ -901,6 +960,42 @@ def parse_generation(answer: Any, rid: str, limit: int) -> Generation:
         finish=finish,
         matched=reason.get("matched"),
     )
+
+
+def parse_scores(answer: Any, rid: str, token_ids: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Read the log-probabilities of a prompt from the answer of one /generate call.
+
+    Args:
+        answer: the decoded JSON.
+        rid: request id, for messages.
+        token_ids: the prompt.
+
+    Returns:
+        As `SGLangClient.score`.
+
+    Raises:
+        RolloutError: naming the request and what is wrong.
+    """
+    try:
+        meta = answer["meta_info"]
+        pairs = meta["input_token_logprobs"]
+        version = _version(meta["weight_version"])
+        ids = [pair[1] for pair in pairs]
+        logprob = np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RolloutError(
+            f"answer to request {rid}: no log-probabilities of the prompt in {str(answer)[:200]}"
+        ) from error
+    # SGLang 0.5.23 names the last id of the vocabulary 0 here; its log-probability is right.
+    if len(ids) != len(token_ids) or any(
+        told not in (token, 0) for told, token in zip(ids, token_ids, strict=True)
+    ):
+        raise RolloutError(f"answer to request {rid}: input_token_logprobs are of other tokens")
+    if not np.all(np.isfinite(logprob) & (logprob <= _LOGPROB_SLACK)):
+        raise RolloutError(
+            f"answer to request {rid}: log-probabilities of a prompt must be finite and at most 0"
+        )
+    return logprob, version
 
 
 def _token_versions(

@@ -14,12 +14,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
+
+from copc_jax import access
 
 # Between two looks at a server that is starting, in seconds.
 _POLL_S = 0.05
@@ -30,6 +33,13 @@ _SGLANG_CPU = (
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--mem-fraction-static", "0.1"),
 )
+# SGLang takes a key as an argument only, which every user of the machine sees, and passes variables
+# on to its children: this gives it the key of a variable, and takes that away.
+_SGLANG_WITH_KEY = f"""
+import os, runpy, sys
+sys.argv += ["--api-key", os.environ.pop({access.ROLLOUT_KEY!r})]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
 
 
 class LaunchError(RuntimeError):
@@ -49,9 +59,12 @@ class ServerProcess:
         log_file: file to append its output to.
         timeout_s: seconds that a start may take.
         environment: variables to set for it.
+        api_key: what its requests must bring, given to it in the variable COPC_API_KEY.
+        hides_key: it does not print its key; otherwise its output is written without it.
 
     Attributes:
         url: where it answers; a restart keeps it.
+        api_key: as above; None if it asks for none.
         process: the newest process.
         log_file: everything that its processes print.
     """
@@ -68,14 +81,19 @@ class ServerProcess:
         log_file: Path,
         timeout_s: float,
         environment: Mapping[str, str],
+        api_key: str | None = None,
+        hides_key: bool = True,
     ):
         self.log_file = log_file
+        self.api_key = api_key
+        self._hides_key = hides_key or api_key is None
         self._command = command
         self._host = host
         self._port = port
         self._probe = probe
         self._timeout_s = timeout_s
-        self._environment = dict(environment)
+        # A key of ours is not for a server that asks for none, or for another one.
+        self._environment = {**environment, access.ROLLOUT_KEY: api_key or ""}
         self._start()
         self.url = f"http://{host}:{self._port}"
 
@@ -100,6 +118,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._finish_log()
 
     def restart(self) -> None:
         """End the process if it runs, and start it again at the same address.
@@ -127,11 +146,17 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 self._command_line,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log if self._hides_key else subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._environment},
                 start_new_session=True,
             )
+        self._copying = None
+        if self.process.stdout is not None:
+            self._copying = threading.Thread(
+                target=self._copy, args=(self.process.stdout,), name="server log", daemon=True
+            )
+            self._copying.start()
         deadline = time.monotonic() + self._timeout_s
         try:
             while (port := self._probe(self._port)) is None:
@@ -145,7 +170,20 @@ class ServerProcess:
             raise
         self._port = port
 
+    def _copy(self, output: IO[bytes]) -> None:
+        """Write what a server prints into its log, line by line and without the key."""
+        with output, self.log_file.open("ab", buffering=0) as log:
+            for line in output:
+                log.write(access.hide(line.decode(errors="replace"), self.api_key).encode())
+
+    def _finish_log(self) -> None:
+        """Wait for what an ended process has printed."""
+        if self._copying is not None:
+            self._copying.join(5.0)
+
     def _failure(self, what: str) -> str:
+        if not self.alive():
+            self._finish_log()
         return (
             f"the rollout server {what}: {shlex.join(self._command_line)}\n"
             f"Its log, {self.log_file}, ends with:\n{self.log_tail()}"
@@ -162,6 +200,8 @@ def launch_embedded(
     max_length: int | None = None,
     cpus: Sequence[int] = (),
     compilation_cache: str | os.PathLike[str] | None = None,
+    weight_roots: Sequence[str | os.PathLike[str]] = (),
+    api_key: str | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 300.0,
@@ -177,6 +217,8 @@ def launch_embedded(
         max_length: tokens of a prompt and its response; None is the server's default.
         cpus: CPUs to run on, all if empty.
         compilation_cache: folder that keeps compiled programs between runs.
+        weight_roots: folders that later weights may lie in; empty is the server's default.
+        api_key: what requests must bring; None asks for none.
         arguments: further command line arguments of the server.
         environment: variables to set for it.
         timeout_s: seconds that it may take to be ready; compiling takes most of them.
@@ -196,6 +238,8 @@ def launch_embedded(
         options += ["--cpus", ",".join(map(str, cpus))]
     if compilation_cache is not None:
         options += ["--compilation-cache", str(compilation_cache)]
+    for root in weight_roots:
+        options += ["--weights-root", str(root)]
 
     def command(port: int) -> list[str]:
         # An old file would make a new server look ready.
@@ -214,6 +258,7 @@ def launch_embedded(
         log_file=log_file,
         timeout_s=timeout_s,
         environment=environment or {},
+        api_key=api_key,
     )
 
 
@@ -227,6 +272,7 @@ def launch_sglang(
     device: Literal["gpu", "cpu"] = "gpu",
     slots: int | None = None,
     max_length: int | None = None,
+    api_key: str | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 900.0,
@@ -243,6 +289,8 @@ def launch_sglang(
         slots: sequences decoded together; None is the server's default.
         max_length: tokens of the longest sequences, for the size of the cache on a CPU; None leaves
             it to SGLang.
+        api_key: what requests must bring; None asks for none. Neither its command line nor its log
+            shows it.
         arguments: further command line arguments of `sglang.launch_server`; of those given twice
             the last one counts.
         environment: variables to set for it.
@@ -267,7 +315,8 @@ def launch_sglang(
         options += ["--max-total-tokens", str(slots * (max_length + 8))]
 
     def command(port: int) -> list[str]:
-        server = [str(python), "-m", "sglang.launch_server"]
+        start = ["-m", "sglang.launch_server"] if api_key is None else ["-c", _SGLANG_WITH_KEY]
+        server = [str(python), *start]
         return [*server, *options, "--port", str(port), *arguments]
 
     def probe(port: int) -> int | None:
@@ -290,6 +339,9 @@ def launch_sglang(
             **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}),
             **(environment or {}),
         },
+        api_key=api_key,
+        # It logs all of its arguments.
+        hides_key=False,
     )
 
 

@@ -162,10 +162,11 @@ def refusal(error: ProtocolError) -> ProtocolError:
         {
             "object": "error",
             "message": message,
-            "type": "BadRequestError",
+            "type": "BadRequestError" if error.status == 400 else "RateLimitError",
             "param": None,
-            "code": 400,
-        }
+            "code": error.status,
+        },
+        error.status,
     )
 
 

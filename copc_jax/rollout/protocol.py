@@ -3,7 +3,7 @@
 The protocol is that of SGLang 0.5.23. It is stricter where that server would crash or guess: an
 empty prompt, an id outside the vocabulary, and an option that this server lacks are refused.
 
-Errors come in three shapes, all with status 400, which clients tell apart:
+Errors come in three shapes, with status 400, which clients tell apart:
     semantic  {"error": {"message": ...}}          a value that makes no sense, or does not fit
     contract  {"error": ...}                       an unknown sampling field, or a wrong type
     body      {"object": "error", "message": ...}  no JSON object where one must be, a missing field
@@ -11,6 +11,7 @@ Errors come in three shapes, all with status 400, which clients tell apart:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -25,16 +26,17 @@ from copc_jax.rollout.engine import Output, Request, Sampling, TopLogprobs, deri
 
 
 class ProtocolError(Exception):
-    """A request that is refused with status 400 and this JSON body."""
+    """A request that is refused with this JSON body; status 429 if it would be taken later."""
 
-    def __init__(self, payload: dict[str, Any]):
+    def __init__(self, payload: dict[str, Any], status: int = 400):
         super().__init__(str(payload))
         self.payload = payload
+        self.status = status
 
 
-def semantic_error(message: str) -> ProtocolError:
+def semantic_error(message: str, status: int = 400) -> ProtocolError:
     """Refuse a value."""
-    return ProtocolError({"error": {"message": message}})
+    return ProtocolError({"error": {"message": message}}, status)
 
 
 def contract_error(message: str) -> ProtocolError:
@@ -169,6 +171,11 @@ _UNSUPPORTED = (
 )
 
 
+# Work that every token costs on top of the model's.
+_MAX_STOPS = 1024
+_MAX_TOP_LOGPROBS = 1024
+
+
 def _sampling(values: Mapping[str, Any]) -> tuple[Sampling, int, int | None]:
     """Read `sampling_params`: the settings, the number of samples, and the seed if one is given."""
     for name, value in values.items():
@@ -201,6 +208,9 @@ def _sampling(values: Mapping[str, Any]) -> tuple[Sampling, int, int | None]:
         raise semantic_error(f"n must be at least 1, got {samples}.")
     if not all(sampling.stop):
         raise semantic_error("stop must not hold an empty string.")
+    for name, stops in (("stop", sampling.stop), ("stop_token_ids", sampling.stop_token_ids)):
+        if len(stops) > _MAX_STOPS:
+            raise semantic_error(f"{name} holds {len(stops)} entries, at most {_MAX_STOPS}.")
     return sampling, samples, seed
 
 
@@ -211,11 +221,13 @@ def _sampling(values: Mapping[str, Any]) -> tuple[Sampling, int, int | None]:
 class Limits:
     """What a request must fit into, and how its text is encoded.
 
-    `encode_plain` adds no special tokens.
+    `max_requests` counts the samples of all prompts of a call; `encode_plain` adds no special
+    tokens.
     """
 
     vocab_size: int
     max_length: int
+    max_requests: int
     encode: Callable[[str], list[int]]
     encode_plain: Callable[[str], list[int]]
 
@@ -290,6 +302,7 @@ def parse_generate(
     cache_salt = each("cache_salt", "", _string)
     stream = _boolean(body.get("stream") or False)
     samples = [n for _, n, _ in parsed]
+    _check_count(sum(samples), limits)
     rids = _rids(body.get("rid"), is_batch, samples)
 
     requests = []
@@ -300,10 +313,9 @@ def parse_generate(
                 f"logprob_start_len={logprob_start[p]} is higher than the number of input tokens "
                 f"{len(prompt)}. Please use a smaller logprob_start_len."
             )
-        if not 0 <= top_logprobs[p] <= limits.vocab_size:
-            raise semantic_error(
-                f"top_logprobs_num must be in [0, {limits.vocab_size}], got {top_logprobs[p]}."
-            )
+        most = min(limits.vocab_size, _MAX_TOP_LOGPROBS)
+        if not 0 <= top_logprobs[p] <= most:
+            raise semantic_error(f"top_logprobs_num must be in [0, {most}], got {top_logprobs[p]}.")
         for s in range(n):
             index = len(requests) if shared else s
             requests.append(
@@ -353,10 +365,12 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[np.ndarray],
         _check(input_ids, lambda x: isinstance(x, list), "a list")
         is_batch = bool(input_ids) and isinstance(input_ids[0], list)
         lists = input_ids if is_batch else [input_ids]
+        _check_count(len(lists), limits)
         name = "input_ids"
     else:
         is_batch = isinstance(text, list)
         texts = text if isinstance(text, list) else [text]
+        _check_count(len(texts), limits)
         # A tokenizer may make a first token of nothing.
         lists = [limits.encode(item) if item else [] for item in map(_string, texts)]
         name = "text"
@@ -373,6 +387,13 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[np.ndarray],
                 )
         prompts.append(np.array(tokens, np.int32))
     return prompts, is_batch
+
+
+def _check_count(count: int, limits: Limits) -> None:
+    if count > limits.max_requests:
+        raise semantic_error(
+            f"{count} responses are asked for in one call, at most {limits.max_requests} are given."
+        )
 
 
 def _check_fit(prompt: np.ndarray, sampling: Sampling, limits: Limits) -> None:
@@ -401,7 +422,8 @@ def _rids(rid: Any, is_batch: bool, samples: Sequence[int]) -> list[str]:
             raise semantic_error(
                 "The specified rids length mismatch with the batch_size for batch processing."
             )
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        counts = collections.Counter(names)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise semantic_error(f"Duplicate request IDs detected within the request: {repeated}")
     elif rid is not None:

@@ -9,7 +9,12 @@ A client sees SGLang 0.5.23, on /generate and on OpenAI's paths, with these deli
 /health answers at once while paused, prompts are checked against the vocabulary, `sampling_seed` is
 honored, an abort names one request exactly, a stop on the last allowed token is a stop,
 `ignore_eos` leaves `stop_token_ids` alone, a response may fill the context to its last position,
-and weights that do not fit or cannot be flushed leave everything as it was.
+and weights that do not fit, cannot be flushed or lie outside of the allowed folders leave
+everything as it was.
+
+It listens on 127.0.0.1 and asks for no key unless told otherwise. With a key (`--api-key`, or
+better the variable COPC_API_KEY, which other users of the machine cannot see) every path but
+/health, /health_generate and /ready wants `Authorization: Bearer KEY`, as SGLang's do.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -38,7 +44,7 @@ import jax.numpy as jnp
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from copc_jax import hf
+from copc_jax import access, hf
 from copc_jax.model import ModelConfig
 from copc_jax.rollout import openai
 from copc_jax.rollout.engine import (
@@ -62,7 +68,8 @@ from copc_jax.rollout.protocol import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 64 * 1024 * 1024
+# What a scheduler asks, which has no key; SGLang leaves the same open.
+_OPEN = frozenset({"/health", "/health_generate", "/ready"})
 _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -87,7 +94,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ProtocolError as error:
-        return _json(error.payload, status=400)
+        return _json(error.payload, status=error.status)
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is over {request.client_max_size} bytes; send fewer or shorter prompts"
+        return _json({"error": {"message": message}}, status=413)
     except web.HTTPException as error:
         return _json({"detail": error.reason}, status=error.status)
     except EngineDead as error:
@@ -110,7 +120,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         )
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise body_error(
             f"{{'type': 'json_invalid', 'loc': ('body',), 'msg': '{error}'}}"
         ) from None
@@ -149,20 +159,40 @@ class Server:
         model_path: folder with config.json, safetensors and tokenizer.json.
         engine_config: sizes of the engine.
         settings: command line settings, repeated in /server_info.
+        api_key: what requests must bring; None asks for none.
+        weight_roots: folders in which later weights may lie.
+        max_body: bytes of a request.
+        max_requests: responses that may be under way or asked for in one call.
     """
 
-    def __init__(self, model_path: Path, engine_config: EngineConfig, settings: dict[str, Any]):
+    def __init__(
+        self,
+        model_path: Path,
+        engine_config: EngineConfig,
+        settings: dict[str, Any],
+        *,
+        api_key: str | None,
+        weight_roots: Sequence[Path],
+        max_body: int,
+        max_requests: int,
+    ):
+        self._api_key = api_key
+        self._weight_roots = weight_roots
+        self._max_body = max_body
         params, config = hf.load_hf(model_path)
         self._config = config
         self._architecture = config.to_hf()
         self._tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
         self._tokenizer_path = str(model_path)
         self._settings = settings
+        # No prompt that fits is longer, and tokenizing takes time for what does not fit, too.
+        self._max_text = engine_config.max_length * max(map(len, self._tokenizer.get_vocab()))
         self._limits = Limits(
             config.vocab_size,
             engine_config.max_length,
-            lambda text: self._tokenizer.encode(text).ids,
-            lambda text: self._tokenizer.encode(text, add_special_tokens=False).ids,
+            max_requests,
+            lambda text: self._encode(text, add_special_tokens=True),
+            lambda text: self._encode(text, add_special_tokens=False),
         )
         self._chat = hf.chat_template(model_path)
         self.engine = Engine(
@@ -214,7 +244,10 @@ class Server:
         return 0 if ended and self.engine.error is None else 1
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[_errors], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[_errors, access.require_key(self._api_key, _OPEN)],
+            client_max_size=self._max_body,
+        )
         both = ("GET", "POST")
         routes: list[tuple[Sequence[str], Sequence[str], Handler]] = [
             (("POST", "PUT"), ("/generate",), self._generate),
@@ -268,9 +301,10 @@ class Server:
             generate = parse_generate(body, self._limits, lambda: secrets.randbits(63))
             self._refuse_live(generate.requests)
         except ProtocolError as error:
-            if not is_stream(body) or not isinstance(error.payload["error"], dict):
+            refused = error.payload["error"]
+            if error.status != 400 or not is_stream(body) or not isinstance(refused, dict):
                 raise
-            return await self._stream_error(request, error.payload["error"]["message"])
+            return await self._stream_error(request, refused["message"])
         if generate.stream:
             return await self._stream(request, generate, arrival)
         answers = await self._whole(generate, arrival)
@@ -328,6 +362,12 @@ class Server:
         return response
 
     def _refuse_live(self, requests: Sequence[Request]) -> None:
+        if len(self._live) + len(requests) > self._limits.max_requests:
+            raise semantic_error(
+                f"{len(self._live)} requests are under way and {len(requests)} more were sent, "
+                f"but at most {self._limits.max_requests} are taken; try again later.",
+                status=429,
+            )
         for request in requests:
             if request.rid in self._live:
                 raise semantic_error(f"Duplicate request ID detected: {request.rid}")
@@ -385,6 +425,17 @@ class Server:
             latency_s=time.perf_counter() - arrival,
         )
 
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) > self._max_text:
+            raise semantic_error(
+                f"The input ({len(text)} characters) is longer than any text of the model's "
+                f"context length ({self._limits.max_length} tokens)."
+            )
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise semantic_error("the text holds half of a surrogate pair.") from None
+
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -439,8 +490,10 @@ class Server:
 
         Raises:
             OSError: when there are none.
-            ValueError: when they are not weights of this model, or not finite.
+            ValueError: when they lie elsewhere than they may, are not weights of this model, or not
+                finite.
         """
+        self._refuse_outside(path)
         if (path / "config.json").exists():
             config = hf.load_config(path)
             if _computation(config) != _computation(self._config):
@@ -449,6 +502,25 @@ class Server:
         if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
             raise ValueError(f"{path} holds weights that are not finite")
         return params
+
+    def _refuse_outside(self, path: Path) -> None:
+        """Raise ValueError when a folder or a file in it lies, links followed, where none may."""
+        roots = [root.resolve() for root in self._weight_roots]
+
+        def inside(each: Path) -> bool:
+            try:
+                place = each.resolve()
+            except RuntimeError:
+                # A link to itself, on Python 3.12 and before.
+                return False
+            return any(place.is_relative_to(root) for root in roots)
+
+        # The files only of a folder that may be read: nothing is said of others.
+        if not inside(path) or not all(map(inside, path.iterdir() if path.is_dir() else ())):
+            raise ValueError(
+                f"{path} lies outside of the folders that weights may come from, "
+                f"{', '.join(map(str, roots))}; start the server with --weights-root for another"
+            )
 
     async def _update_version(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -467,6 +539,8 @@ class Server:
     async def _flush_cache(self, request: web.Request) -> web.Response:
         try:
             timeout_s = float(request.query.get("timeout", 0))
+            if math.isnan(timeout_s):
+                raise ValueError
         except ValueError:
             raise body_error(
                 "{'type': 'float_parsing', 'loc': ('query', 'timeout'), "
@@ -481,7 +555,7 @@ class Server:
         return web.Response(text=_FLUSHED)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        ids = self._tokenizer.encode(_field(await _body(request), "prompt", str)).ids
+        ids = self._limits.encode(_field(await _body(request), "prompt", str))
         length = self._limits.max_length
         return _json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
@@ -653,11 +727,45 @@ def _parser() -> argparse.ArgumentParser:
         default=default.attend,
         help="compiled decode lengths below --max-length, such as 128,256",
     )
+    add(
+        "--enable-deterministic-inference",
+        dest="deterministic",
+        action="store_true",
+        help="same bits for a request whatever else runs; SGLang's flag of that name",
+    )
+    add("--api-key", help=f"key that requests must bring; better set {access.ROLLOUT_KEY}")
+    add(
+        "--weights-root",
+        type=Path,
+        action="append",
+        help="folder in which weights of /update_weights_from_disk may lie, links followed; give "
+        "it again for more. By default the current folder, and that in which --model-path lies",
+    )
+    add("--max-body", type=_positive, default=64 << 20, help="bytes of a request")
+    add(
+        "--max-requests",
+        type=_positive,
+        default=8192,
+        help="responses under way at a time, and of one call, each sample of each prompt counted",
+    )
     add("--compilation-cache", type=Path, help="folder that keeps compiled programs between runs")
     add("--cpus", type=sizes, default=(), help="run on these CPUs only, such as 0 or 0,1 (Linux)")
     add("--parent-pid", type=int, help="end when this process does")
     add("--log-level", default="warning", help="debug, info, warning or error")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _default_roots(model_path: Path) -> list[Path]:
+    parent = model_path.resolve().parent
+    # The root of the file system is no restriction.
+    return [Path.cwd(), model_path if parent == parent.parent else parent]
 
 
 def _watch_parent(pid: int) -> None:
@@ -683,6 +791,12 @@ def _watch_parent(pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def _key(given: str | None) -> str | None:
+    if given is not None:
+        return access.checked_key(given, "--api-key")
+    return access.read_key(f"env:{access.ROLLOUT_KEY}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -715,11 +829,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for field in dataclasses.fields(EngineConfig)
             }
         )
+        key = _key(options.api_key)
+        if (warning := access.exposure(options.host, key)) is not None:
+            print(warning, file=sys.stderr, flush=True)
+        roots = options.weights_root or _default_roots(options.model_path)
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items()
+            if name != "api_key"
         }
-        server = Server(options.model_path, sizes, settings)
+        settings["weights_root"] = [str(root) for root in roots]
+        server = Server(
+            options.model_path,
+            sizes,
+            settings,
+            api_key=key,
+            weight_roots=roots,
+            max_body=options.max_body,
+            max_requests=options.max_requests,
+        )
     except (OSError, ValueError) as error:
         print(f"the rollout server cannot start: {error}", file=sys.stderr)
         return 2

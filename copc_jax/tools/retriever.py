@@ -33,6 +33,8 @@ import aiohttp
 import tantivy
 from aiohttp import web
 
+from copc_jax import access
+
 _WORD = re.compile(r"[^\W_]+")
 _MAX_TIES = 4096
 _MAX_LINE = 16 * 1024 * 1024
@@ -247,13 +249,15 @@ class HttpRetriever:
     Args:
         url: of the server or of its /retrieve.
         timeout_s: seconds for one request.
+        api_key: sent with every request; no message shows it.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0):
+    def __init__(self, url: str, *, timeout_s: float = 30.0, api_key: str | None = None):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"retriever url must start with http:// or https://, not {url!r}")
         self._url = url if url.rstrip("/").endswith("/retrieve") else url.rstrip("/") + "/retrieve"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpRetriever:
@@ -296,11 +300,15 @@ class HttpRetriever:
 
     async def _post(self, body: dict[str, Any]) -> Any:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout)
+            self._session = aiohttp.ClientSession(
+                timeout=self._timeout, headers=access.bearer(self._api_key)
+            )
         try:
             async with self._session.post(self._url, json=body) as response:
                 if response.status != 200:
-                    text = (await response.text(errors="replace"))[:200]
+                    text = access.hide(await response.text(errors="replace"), self._api_key)[:200]
+                    if response.status == 401:
+                        text += f". Set {access.RETRIEVER_KEY} to the key of the retriever"
                     raise RetrieverError(f"{self._url}: status {response.status}: {text}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -392,6 +400,7 @@ def build_app(
     retriever: Retriever,
     *,
     about: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
     max_queries: int = 512,
     max_topk: int = 100,
     max_query_length: int = 8192,
@@ -403,6 +412,7 @@ def build_app(
     Args:
         retriever: answers the searches; several at a time may be under way.
         about: what /health says besides status and counts.
+        api_key: what /retrieve asks for; None lets everybody search.
         max_queries: queries a request.
         max_topk: passages a query.
         max_query_length: characters a query.
@@ -481,7 +491,8 @@ def build_app(
             raise _Refused("'return_scores' must be true or false")
         return queries, topk, scores
 
-    app = web.Application(client_max_size=max_body, middlewares=[errors_as_json])
+    key_check = access.require_key(api_key, {"/health"})
+    app = web.Application(client_max_size=max_body, middlewares=[errors_as_json, key_check])
     app.add_routes([web.get("/health", health), web.post("/retrieve", retrieve)])
     return app
 
@@ -499,13 +510,15 @@ def _wire(passage: Passage, scores: bool) -> dict[str, Any]:
     return {"document": document, "score": passage.score} if scores else document
 
 
-async def _serve(folder: pathlib.Path, host: str, port: int, threads: int, **limits: int) -> None:
+async def _serve(
+    folder: pathlib.Path, host: str, port: int, threads: int, api_key: str | None, **limits: int
+) -> None:
     # Imported late: training never needs more than this module.
     from copc_jax.tools.index import IndexRetriever
 
     retriever = IndexRetriever(folder, threads=threads)
     about = {"engine": retriever.manifest.engine, "passages": retriever.manifest.passages}
-    runner = web.AppRunner(build_app(retriever, about=about, **limits))
+    runner = web.AppRunner(build_app(retriever, about=about, api_key=api_key, **limits))
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
@@ -548,6 +561,12 @@ def _serve_command(arguments: argparse.Namespace) -> None:
         "max_body": arguments.max_body,
         "max_waiting": arguments.max_waiting,
     }
+    if arguments.api_key is None:
+        key = access.read_key(f"env:{access.RETRIEVER_KEY}")
+    else:
+        key = access.checked_key(arguments.api_key, "--api-key")
+    if (warning := access.exposure(arguments.host, key)) is not None:
+        print(warning, file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         folder = arguments.index
         if folder is None:
@@ -556,7 +575,7 @@ def _serve_command(arguments: argparse.Namespace) -> None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="copc-index-"))
             index.build(arguments.corpus, folder, threads=arguments.threads)
         serving = _serve(
-            pathlib.Path(folder), arguments.host, arguments.port, arguments.threads, **limits
+            pathlib.Path(folder), arguments.host, arguments.port, arguments.threads, key, **limits
         )
         asyncio.run(serving)
 
@@ -613,6 +632,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument(
         "--port", type=int, default=8000, help="TCP port; 0 takes a free one (%(default)s)"
+    )
+    serve.add_argument(
+        "--api-key", help=f"key that requests must bring; better set {access.RETRIEVER_KEY}"
     )
     serve.add_argument(
         "--threads", type=_positive, default=threads, help="searches at a time (%(default)s)"

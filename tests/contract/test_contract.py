@@ -23,12 +23,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
-from copc_jax import data, hf, model
+from copc_jax import access, data, hf, model
 from copc_jax.rollout.client import SamplingParams, SGLangClient
 from copc_jax.rollout.launch import launch_embedded, launch_sglang
 
+KEY = "sk-3Tn8cL_not-a-word_z1"
 SGLANG_PYTHON = os.environ.get("COPC_SGLANG_PYTHON")
 VOCABULARY, MAX_LENGTH, SLOTS = 512, 512, 8
 PROMPT = [53, 283, 316, 30, 312, 314, 305, 264, 306, 35, 328, 30]
@@ -112,10 +114,11 @@ SAID = []
 
 
 class Api:
-    """Plain HTTP; keeps what was said on /generate, for SGLang's types to read."""
+    """Plain HTTP with a key; keeps what was said on /generate, for SGLang's types to read."""
 
-    def __init__(self, url):
+    def __init__(self, url, key):
         self.url = url
+        self.key = key
         self.address = urllib.parse.urlsplit(url).netloc
 
     def connect(self):
@@ -124,7 +127,9 @@ class Api:
     def request(self, method, path, body=None, raw=None, content_type=None):
         if body is not None:
             raw, content_type = json.dumps(body), "application/json"
-        headers = {"Content-Type": content_type} if content_type else {}
+        headers = access.bearer(self.key)
+        if content_type:
+            headers["Content-Type"] = content_type
         with self.connect() as connection:
             connection.request(method, path, raw, headers)
             response = connection.getresponse()
@@ -154,7 +159,7 @@ class Api:
         """Yield the events of a stream."""
         body = {"input_ids": prompt, "return_logprob": True, "stream": True, **(body or {})}
         body["sampling_params"] = sampling
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **access.bearer(self.key)}
         with self.connect() as connection:
             connection.request("POST", "/generate", json.dumps(body), headers)
             with contextlib.closing(connection.getresponse()) as response:
@@ -217,6 +222,7 @@ def launch(kind, folder, log_file):
             device="cpu",
             slots=SLOTS,
             max_length=MAX_LENGTH,
+            api_key=KEY,
             arguments=["--context-length", str(MAX_LENGTH)],
         )
     return launch_embedded(
@@ -224,6 +230,7 @@ def launch(kind, folder, log_file):
         log_file=log_file,
         slots=SLOTS,
         max_length=MAX_LENGTH,
+        api_key=KEY,
         # Two tokens a dispatch, so that control calls land in the middle of responses.
         arguments=[
             *("--steps-per-dispatch", "2", "--prefill-rows", "2"),
@@ -247,12 +254,40 @@ def server(request, weights, tmp_path_factory):
 @pytest.fixture
 def api(server, weights):
     """The server, idle and with its first weights again after every test."""
-    api = Api(server.url)
+    api = Api(server.url, KEY)
     yield api
     assert server.alive(), server.log_tail()
     api.post("/continue_generation", {})
     api.post("/abort_request", {"abort_all": True})
     api.update(weights["default"], "default")
+
+
+# ------------------------------------------------------------------------------------ keys
+
+
+def test_the_key_is_asked_for_and_shown_to_nobody(server, api):
+    """The log of the server too, which repeats all arguments in SGLang's case."""
+    for key in (None, "another"):
+        stranger = Api(server.url, key)
+        assert stranger.request("GET", "/health")[0] == 200
+        for method, path, body in (
+            ("GET", "/model_info", None),
+            ("GET", "/server_info", None),
+            ("POST", "/generate", {"input_ids": PROMPT}),
+            ("POST", "/pause_generation", {}),
+            ("POST", "/update_weights_from_disk", {"model_path": "x"}),
+        ):
+            status, _, text = stranger.request(method, path, body)
+            assert (status, json.loads(text)) == (401, {"error": "Unauthorized"})
+    assert api.generate(max_new_tokens=2)["output_ids"]
+    processes = [psutil.Process(server.process.pid)]
+    processes += processes[0].children(recursive=True)
+    for process in processes:
+        assert not any(KEY in argument for argument in process.cmdline())
+    log = server.log_file.read_text()
+    assert KEY not in log and KEY not in server.log_tail()
+    if "sglang" in log.lower():
+        assert access.HIDDEN in log
 
 
 # ------------------------------------------------------------------------------------ generation
@@ -626,7 +661,8 @@ def test_refusals_have_the_recorded_status_and_shape(api, name):
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 def test_the_client_updates_in_the_middle_of_a_response(api, weights, pause_mode):
     async def script():
-        async with SGLangClient([api.url], pause_mode=pause_mode, deadline_s=120.0) as client:
+        settings = {"pause_mode": pause_mode, "deadline_s": 120.0, "api_key": KEY}
+        async with SGLangClient([api.url], **settings) as client:
             await client.check()
             await client.publish(weights["1"], 1)
             task = asyncio.create_task(client.generate(PROMPT, SamplingParams(400)))
@@ -659,7 +695,7 @@ def test_the_client_updates_in_the_middle_of_a_response(api, weights, pause_mode
 
 def test_the_client_fills_the_context_without_a_refusal(api):
     async def script():
-        async with SGLangClient([api.url], deadline_s=120.0) as client:
+        async with SGLangClient([api.url], deadline_s=120.0, api_key=KEY) as client:
             await client.check()
             lengths = range(MAX_LENGTH - 9, MAX_LENGTH + 1)
             return [
@@ -680,7 +716,7 @@ def test_the_client_fills_the_context_without_a_refusal(api):
 def test_another_family_is_served_alike(kind, tmp_path):
     folders = write_weights(tmp_path, QWEN3)
     with launch(kind, folders["default"], tmp_path / "log") as server:
-        api = Api(server.url)
+        api = Api(server.url, KEY)
         assert api.get("/model_info")["architectures"] == ["Qwen3ForCausalLM"]
         with api.running({}) as (future,):
             api.post("/pause_generation", {"mode": "retract"})

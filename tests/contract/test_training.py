@@ -1,7 +1,8 @@
 """Whole runs against servers that already run: both kinds, and two of which one dies.
 
 At staleness 0 every trained token was sampled by the weights in training, so that the gap between
-the log-probabilities of server and learner shows any sample of other weights.
+the log-probabilities of server and learner shows any sample of other weights. At other values
+servers score what the learner has scored.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import assembly
 import jax
 import pytest
 import run
+from scripted_server import Forgetful
 
 from copc_jax import hf, model
 from copc_jax.config import parse
@@ -97,22 +99,48 @@ def server(request, config, folder, tmp_path):
 
 
 def test_a_run_trains_on_what_either_server_samples(config, server, tmp_path):
-    done = train(config, tmp_path / "run", [server], f"--updates={UPDATES}", "--staleness=1")
+    stale = ["--staleness=2", "--staleness-mode=exact"]
+    done = train(config, tmp_path / "run", [server], f"--updates={UPDATES}", *stale)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, UPDATES + 1))
     assert 0 <= first["eval/em"] <= 1
     for row in rows:
         assert 0 <= row["reward/mean"] <= 1
-        assert sum(row["lag/trajectory_histogram"]) == BATCH and row["lag/max"] <= 1
+        assert row["lag/trajectory_histogram"] == [0] * min(row["step"] - 1, 2) + [BATCH]
         assert row["rollout/failed"] == 0
-    gaps = [row for row in rows if "rollout/logprob_gap_mean" in row]
-    assert gaps and gaps[0]["step"] == 1
-    for row in gaps:
-        names = ("mean", "p95", "max")
-        mean, p95, largest = (row[f"rollout/logprob_gap_{name}"] for name in names)
-        assert 0 <= mean <= largest < SAME and p95 <= largest
-        assert row["rollout/logprob_gap_tokens"] <= row["batch/action_tokens"]
+        fresh = row["batch/action_tokens"] if row["step"] == 1 else 0
+        assert row["rollout/decode_gap_tokens"] == fresh
+        assert row["rollout/logprob_gap_skipped"] == 0
+    for name in ("logprob", "decode"):
+        measured = [row for row in rows if row[f"rollout/{name}_gap_tokens"]]
+        assert measured
+        for row in measured:
+            mean, sd, p95, largest = (
+                row[f"rollout/{name}_gap_{figure}"] for figure in ("mean", "sd", "p95", "max")
+            )
+            assert 0 <= mean <= largest < SAME and p95 <= largest and sd <= largest
+    # Two trajectories of each version, each with at least one token.
+    assert sum(row["rollout/logprob_gap_tokens"] for row in rows) >= 2 * UPDATES
+
+
+def test_a_server_that_keeps_old_weights_is_refused_at_any_staleness(config, folder, tmp_path):
+    """No token at lag 0 is trained on after the first update, and the labels are as they should."""
+    moving = ["--actor.learning-rate=0.01", "--actor.warmup-updates=0", "--search.reward-format=1"]
+    stale = ["--staleness=2", "--staleness-mode=exact", "--critic-warmup-updates=0"]
+    with (
+        launch(config, folder, tmp_path / "server.log", "embedded") as server,
+        Forgetful(server.url, 2, tmp_path / "kept") as forgetful,
+    ):
+        done = train(config, tmp_path / "run", [forgetful], "--updates=20", *moving, *stale)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("error at update")]
+    assert f"tokens that {forgetful.url} scored with version" in said
+    assert "rollout.logprob_gap_limit" in said and "other weights than it says" in said
+    assert "continue with --resume" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    # The two updates that it took pass.
+    _, *rows = read_metrics(tmp_path / "run")
+    assert len(rows) >= 2 and sum(row["rollout/logprob_gap_tokens"] for row in rows) > 0
 
 
 def test_a_gap_past_the_limit_ends_the_run_with_its_likely_causes(config, folder, tmp_path):
@@ -178,8 +206,9 @@ def test_a_router_in_front_gives_both_servers_work_and_weights(config, folder, t
     _, *rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["rollout/logprob_gap_tokens"] == row["batch/action_tokens"]
-        assert row["rollout/logprob_gap_max"] < SAME
+        assert row["rollout/decode_gap_tokens"] == row["batch/action_tokens"]
+        assert row["rollout/decode_gap_max"] < SAME
+        assert row.get("rollout/logprob_gap_max", 0.0) < SAME
     for state in states:
         assert state["weight_version"] == "3" and state["tokens_sampled"] > 0
 
@@ -235,8 +264,9 @@ def test_one_of_two_servers_dies_and_comes_back(config, folder, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["lag/trajectory_histogram"] == [BATCH]
-        assert row["rollout/logprob_gap_tokens"] == row["batch/action_tokens"]
-        assert row["rollout/logprob_gap_max"] < SAME
+        assert row["rollout/decode_gap_tokens"] == row["batch/action_tokens"]
+        assert row["rollout/decode_gap_max"] < SAME
+        assert row.get("rollout/logprob_gap_max", 0.0) < SAME
         assert row["rollout/lost"] == 0
     # The one that came back had forgotten its weights: it works again, with the others' version.
     assert servers[0]["weight_version"] == servers[1]["weight_version"]
