@@ -713,15 +713,19 @@ def _score_in_chunks(
     The backward pass computes the logits of a chunk again, but no maximum and no sum: the saved
     normalizer makes them probabilities, and they give both gradients before the next chunk.
     """
-    return _score_pieces(kernel, hidden, target, chunk)[:2]
+    logprob, entropy, _ = _score_pieces(kernel, hidden, target, chunk)
+    return logprob, entropy
 
 
-def _score_pieces(kernel: Array, hidden: Array, target: Array, chunk: int) -> tuple[Array, ...]:
+def _score_pieces(
+    kernel: Array, hidden: Array, target: Array, chunk: int
+) -> tuple[Array, Array, Array]:
     pieces = jax.lax.map(
         lambda piece: _score(_logits(kernel, piece[0]), piece[1]),
         (_chunks(hidden, chunk), _chunks(target, chunk)),
     )
-    return tuple(x.reshape(-1)[: target.shape[0]] for x in pieces)
+    logprob, entropy, normalizer = (x.reshape(-1)[: target.shape[0]] for x in pieces)
+    return logprob, entropy, normalizer
 
 
 def _score_forward(kernel: Any, hidden: Any, target: Any, chunk: int) -> tuple[Any, Any]:
@@ -815,7 +819,9 @@ def token_logprob_and_entropy(
         logprob, entropy, _ = _score(logits(params, config, hidden), target)
     else:
         kernel = params["embed" if config.tie_word_embeddings else "head"]
-        logprob, entropy = _score_in_chunks(kernel, hidden, target, chunk)
+        # custom_vjp hides the type of its result.
+        scored: Any = _score_in_chunks(kernel, hidden, target, chunk)
+        logprob, entropy = scored
     return _shift(logprob, segment_ids), _shift(entropy, segment_ids)
 
 
