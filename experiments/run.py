@@ -556,10 +556,11 @@ class Run:
             complete = True
         finally:
             # An update that was made has its line, also when what follows it fails everywhere.
-            if values and (complete or self.processes.in_step):
-                values |= clock.laps | self.source.figures() | self._usage.since_last()
-                values = metrics.merged(self.processes.gather("the figures", values))
-                self.log.log(self.version, values, self._histograms(batch, trajectories))
+            with self._interrupts.held():
+                if values and (complete or self.processes.in_step):
+                    values |= clock.laps | self.source.figures() | self._usage.since_last()
+                    values = metrics.merged(self.processes.gather("the figures", values))
+                    self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
             every = max(config.updates // self.method.minibatches // 50, 1)

@@ -379,7 +379,9 @@ def test_padding_and_observations_hide_what_lies_there():
 MESHES = ((8, 1), (4, 2), (2, 2), (4, 1), (2, 1), (2, 4), (1, 2))
 
 
-@pytest.mark.parametrize(("method", "mesh"), zip(METHODS, itertools.cycle(MESHES), strict=False))
+@pytest.mark.parametrize(
+    ("method", "mesh"), list(zip(METHODS, itertools.cycle(MESHES), strict=False))
+)
 def test_devices_change_nothing(method, mesh):
     state, metrics = stepped(method, mesh=mesh)
     want, single = stepped(method)
