@@ -491,7 +491,8 @@ def _watch(server: ServerProcess) -> Iterator[None]:
                 try:
                     server.restart()
                 except RuntimeError as error:
-                    print(f"the rollout server does not start: {error}", flush=True)
+                    if not end.is_set():
+                        print(f"the rollout server does not start: {error}", flush=True)
 
     thread = threading.Thread(target=watch, name="server watch", daemon=True)
     thread.start()
@@ -499,7 +500,10 @@ def _watch(server: ServerProcess) -> Iterator[None]:
         yield
     finally:
         end.set()
-        thread.join()
+        # A start under way takes its time, and nobody waits for that server any more.
+        while thread.is_alive():
+            server.stop()
+            thread.join(0.5)
 
 
 def _server_event(event: str, url: str, detail: str) -> None:

@@ -39,12 +39,16 @@ from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.collector import CollectorError
+from copc_jax.rollout.episode import EpisodeFailed
 from copc_jax.rollout.gap import Reference, decode_gap
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
 # What can become of servers, tools and files while a run goes on: one line, no traceback.
-RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not ValueError), OSError)
+RUN_ERRORS = (
+    *(CollectorError, EpisodeFailed, OSError),
+    *(e for e in assembly.START_ERRORS if e is not ValueError),
+)
 
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
@@ -221,7 +225,7 @@ class Run:
         checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
         resumed = self._resumed_step(checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
-        if resumed is None and (run_dir / metrics.METRICS_FILE).exists():
+        if config.resume is None and (run_dir / metrics.METRICS_FILE).exists():
             raise FileExistsError(f"{run_dir} holds another run: --resume it, or name another one")
         weights = run_dir / "weights"
         # Those of an earlier process too; left last, when no server reads them any more.
@@ -260,7 +264,7 @@ class Run:
             recorder = batch_sources.start_recording(config, self.parts, run_dir, folder, host)
         # Only now: a refused resume must not replace the configuration of the run.
         (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
-        if resumed is None:
+        if config.resume is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
@@ -280,7 +284,11 @@ class Run:
                 batch_sources.Replay(config, recording, lambda: self._start_evaluations(generator))
             )
         self.log = stack.enter_context(
-            metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
+            metrics.MetricsLogger(
+                run_dir,
+                total_steps=self._last_version,
+                resume_step=-1 if resumed is None and config.resume else resumed,
+            )
         )
         self._usage = _Usage(lambda: self.source.server)
 
@@ -320,9 +328,13 @@ class Run:
             return None
         step = checkpoints.latest()
         if step is None:
-            raise CheckpointError(
-                f"--resume {self.config.resume}: this folder holds no complete checkpoint"
-            )
+            if faults := checkpoints.faults():
+                raise CheckpointError(
+                    f"--resume {self.config.resume}: no complete checkpoint is left: "
+                    + "; ".join(faults.values())
+                )
+            # A job that is queued again says --resume, however early it was killed.
+            print(f"no complete checkpoint in {self.run_dir} yet: starting from the beginning")
         return step
 
     def _build_learner(self) -> Learner:
@@ -348,43 +360,44 @@ class Run:
             )
             if self.method.dynamic_sampling:
                 self._say("note: groups of equal rewards stay in a replay, with advantage 0")
-        self.source.publish(self.version)
-        self.source.wait_published()
-        if self.log.last_step < 0:
-            self.log.log(0, self._evaluate(final=True))
         try:
+            self.source.publish(self.version)
+            self.source.wait_published()
+            if self.log.last_step < 0:
+                self.log.log(0, self._evaluate(final=True))
             while self.version < self._last_version:
                 self._update()
+            self._save()
+            self._export(self.run_dir / "model")
         except KeyboardInterrupt:
             self._say(f"stopped at update {self.version}, saving a checkpoint")
-            # In mode "exact" what is in flight must belong to the version in the checkpoint.
-            self.source.publish(self.version)
-            self._save_and_say()
+            self._leave_checkpoint()
             raise
         except Exception as error:
             self._say(f"error at update {self.version}: {error}")
-            # The state is whole between updates, whatever became of servers and episodes.
-            try:
-                self._save_and_say()
-            except Exception as fault:
-                self._say(
-                    f"update {self.version} could not be saved ({fault}); the last complete "
-                    f"checkpoint is of update {self.checkpoints.latest()}"
-                )
+            self._leave_checkpoint()
             if isinstance(error, RUN_ERRORS):
                 raise SystemExit(1) from None
             raise
-        self._save()
-        self._export(self.run_dir / "model")
         self._say(f"trained model: {self.run_dir / 'model'}")
+
+    def _leave_checkpoint(self) -> None:
+        """Save what there is: between updates the state is whole, whatever became of the rest."""
+        try:
+            if self.config.staleness_mode == "exact":
+                # What is in flight must belong to the version in the checkpoint.
+                self.source.publish(self.version)
+            self._save()
+            self.checkpoints.wait()
+        except Exception as fault:
+            self._say(
+                f"update {self.version} could not be saved ({fault}); the last complete "
+                f"checkpoint is of update {self.checkpoints.latest()}"
+            )
+        self._say(f"continue with --resume {self.run_dir}")
 
     def _save_weights(self, folder: Path) -> None:
         hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
-
-    def _save_and_say(self) -> None:
-        self._save()
-        self.checkpoints.wait()
-        self._say(f"continue with --resume {self.run_dir}")
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""
@@ -407,46 +420,44 @@ class Run:
         lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
         device_batch = jax.device_put(batch, self.learner.batch_sharding)
         step = self._step.result()
-        # The step donates the state: between the two there is nothing that could be saved.
-        with self._interrupts.held():
-            self.state, result, targets = step(self.state, device_batch)
-            values = finish(result)
-            trained_by, self.version = self.version, self.version + self.method.minibatches
-            self.batches += 1
-        if self.source.sampled_by(trained_by):
-            values |= self._compare_logprobs(batch, packed, targets, trained_by)
-        clock.lap("learner/seconds")
-        if self._first:
-            self._first = False
-            self._say(f"first update after {time.monotonic() - self._started:.0f} s")
-        self.checkpoints.check()
+        values: dict[str, Any] = {}
+        try:
+            # The step donates the state: between the two there is nothing that could be saved.
+            with self._interrupts.held():
+                self.state, result, targets = step(self.state, device_batch)
+                trained_by, self.version = self.version, self.version + self.method.minibatches
+                self.batches += 1
+                values |= finish(result)
+                values |= metrics.lag_values(lag.tokens, lag.trajectories)
+                values |= _episode_figures(trajectories)
+                values |= source_figures(trajectories, self._prompts)
+                values |= _batch_figures(packed)
+            if self.source.sampled_by(trained_by):
+                values |= self._compare_logprobs(batch, packed, targets, trained_by)
+            clock.lap("learner/seconds")
+            if self._first:
+                self._first = False
+                self._say(f"first update after {time.monotonic() - self._started:.0f} s")
+            self.checkpoints.check()
 
-        last = self.version >= self._last_version
-        if self.batches % config.publish_every == 0 or last:
-            self.source.publish(self.version)
-        clock.lap("learner/publish_seconds")
+            last = self.version >= self._last_version
+            if self.batches % config.publish_every == 0 or last:
+                self.source.publish(self.version)
+            clock.lap("learner/publish_seconds")
 
-        values |= metrics.lag_values(lag.tokens, lag.trajectories)
-        values |= _episode_figures(trajectories)
-        values |= source_figures(trajectories, self._prompts)
-        values |= {
-            "batch/tokens": sum(part.tokens for part in packed),
-            "batch/action_tokens": sum(part.action_tokens for part in packed),
-            "batch/rows": sum(part.rows_used for part in packed),
-        }
-        for part in packed:
-            for reason, prompts in part.dropped.items():
-                name = f"batch/dropped_{reason}"
-                values[name] = values.get(name, 0.0) + len(prompts)
-        every = config.eval.every
-        if last or (every and self.batches % every == 0):
-            values |= self._evaluate(final=last)
-        clock.lap("learner/eval_seconds")
-        if self.batches % config.checkpoint_every == 0 and not last:
-            self._save()
-        clock.lap("learner/checkpoint_seconds")
-        values |= clock.laps | self.source.figures() | self._usage.since_last()
-        self.log.log(self.version, values, self._histograms(batch, trajectories))
+            every = config.eval.every
+            if last or (every and self.batches % every == 0):
+                values |= self._evaluate(final=last)
+            clock.lap("learner/eval_seconds")
+            if self.batches % config.checkpoint_every == 0 and not last:
+                self._save()
+            clock.lap("learner/checkpoint_seconds")
+        finally:
+            # An update that was made has its line, also when what follows it fails.
+            with self._interrupts.held():
+                if values:
+                    values |= clock.laps | self.source.figures() | self._usage.since_last()
+                    self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
             every = max(config.updates // self.method.minibatches // 50, 1)
@@ -536,14 +547,13 @@ class Run:
         return {f"eval/{name}": value for name, value in result.items()}
 
     def _save(self) -> None:
-        self.checkpoints.save(
-            self.version,
-            self.state,
-            {
-                "run": {"config": to_dict(self.config), "batches": self.batches},
-                **self.source.state(self.batches),
-            },
-        )
+        host = {
+            "run": {"config": to_dict(self.config), "batches": self.batches},
+            **self.source.state(self.batches),
+        }
+        # A save that was interrupted half started could not be started again.
+        with self._interrupts.held():
+            self.checkpoints.save(self.version, self.state, host)
 
     def _histograms(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
         # Each minibatch has rows of its own, and is trained on one version later than the last one.
@@ -643,6 +653,19 @@ def source_figures(
         for source, found in sorted(rewards.items())
         for name, value in (("reward", float(np.mean(found))), ("episodes", float(len(found))))
     }
+
+
+def _batch_figures(packed: list[staging.PackStats]) -> dict[str, float]:
+    figures: dict[str, float] = {
+        "batch/tokens": sum(part.tokens for part in packed),
+        "batch/action_tokens": sum(part.action_tokens for part in packed),
+        "batch/rows": sum(part.rows_used for part in packed),
+    }
+    for part in packed:
+        for reason, prompts in part.dropped.items():
+            name = f"batch/dropped_{reason}"
+            figures[name] = figures.get(name, 0.0) + len(prompts)
+    return figures
 
 
 def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:

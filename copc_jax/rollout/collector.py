@@ -773,7 +773,8 @@ class Collector:
         }
 
     async def _state(self, batches: int) -> dict[str, Any]:
-        if self._admission.mode == "exact":
+        # After a fault nothing more is published; what is in flight may be of the version already.
+        if self._admission.mode == "exact" and not self._all_published():
             await self._wait_until(self._all_published, "the publication")
         self._account()
         gone = {group.index for group in self._trained_on(batches)}
