@@ -404,18 +404,34 @@ def _check_config(
     """Raises CheckpointError that names every field that differs and may not."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds no configuration in run/config")
+    differences = config_differences(saved, current, may_differ)
+    if differences:
+        raise CheckpointError(
+            f"{path} was saved with another configuration; " + "; ".join(differences)
+        )
+
+
+def config_differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], may_differ: Collection[str]
+) -> list[str]:
+    """Names every field that differs and may not, with both values.
+
+    Args:
+        saved: resolved configuration, JSON values.
+        current: resolved configuration.
+        may_differ: dotted names of fields that may differ; a name covers all fields below it.
+
+    Raises:
+        ValueError: `may_differ` names an unknown field.
+    """
     old, new = _flatten(saved), _flatten(json.loads(json.dumps(current, default=str)))
     covers = lambda name, field: field == name or field.startswith(name + ".")
     for name in may_differ:
         if not any(covers(name, field) for field in [*old, *new]):
             raise ValueError(f"may_differ: no field of the configuration is called {name}")
-    differences = [
+    return [
         f"{field}: saved {old.get(field, 'absent')!r}, now {new.get(field, 'absent')!r}"
         for field in dict.fromkeys([*old, *new])
         if old.get(field, "absent") != new.get(field, "absent")
         and not any(covers(name, field) for name in may_differ)
     ]
-    if differences:
-        raise CheckpointError(
-            f"{path} was saved with another configuration; " + "; ".join(differences)
-        )

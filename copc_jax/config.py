@@ -411,6 +411,8 @@ class RolloutConfig:
 class EvalConfig:
     """Greedy exact match on held-out questions."""
 
+    enabled: bool = True
+    """Whether there are evaluations at all; without any, a replay needs no server."""
     every: int = 100
     """Updates between evaluations; 0 evaluates only before and after."""
     questions: int = 300
@@ -502,6 +504,11 @@ class RunConfig:
     """Folder of this run; by default runs/<task>-<method>-s<staleness>-seed<seed>-<time>."""
     resume: Path | None = None
     """Run folder to continue from its last complete checkpoint, with its own configuration."""
+    record: bool = False
+    """Keep every batch that is trained on in the run folder, for `--replay`."""
+    replay: Path | None = None
+    """Run folder with a recording, whose batches are trained on in its order in place of rollouts;
+    its settings are the defaults of all others. Servers are started for evaluations only."""
     checkpoint_every: int = 50
     """Updates between checkpoints."""
     keep_checkpoints: int = 2
@@ -595,10 +602,14 @@ class RunConfig:
             f"batch_size {self.batch_size} must be a multiple of minibatches x micro_batches x "
             f"mesh.data = {row.minibatches} x {self.micro_batches} x {self.mesh.data} = {pieces}",
         )
+        _require(
+            not (self.record and self.replay),
+            "record must be off with replay: the batches are recorded already",
+        )
         # The newest published version may be that many updates behind the last update of a batch.
         behind = self.publish_every * row.minibatches - 1
         _require(
-            behind <= self.staleness,
+            self.replay is not None or behind <= self.staleness,
             f"staleness {self.staleness} must be at least publish_every x minibatches - 1 = "
             f"{self.publish_every} x {row.minibatches} - 1 = {behind}: "
             "otherwise no rollout is ever admitted",
@@ -796,7 +807,9 @@ def sources(config: RunConfig) -> list[str]:
 
 
 def parse(arguments: Sequence[str], presets: Mapping[str, RunConfig] = PRESETS) -> RunConfig:
-    """Read the command line over `--preset`, the defaults of `--task`, or the run of `--resume`.
+    """Read the command line over `--preset`, the defaults of `--task`, or a saved run.
+
+    The last is that of `--resume` or of `--replay`.
 
     A corpus or a format of the search task may have a preset of its own, "search/<name>".
 
@@ -854,14 +867,17 @@ def parse_command(
 
 
 def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunConfig:
-    """What the command line changes: the preset of its task, or the saved run of `--resume`."""
+    """What the command line changes: the preset of its task, or a saved run."""
     folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
+    recorded = _flag(arguments, "--replay")
     first = next(iter(presets))
     special = [_flag(arguments, f"--search.{name}") for name in ("corpus", "format")]
     names = [*(f"{task or first}/{name}" for name in special), task, first]
     default = next(presets[name] for name in names if name in presets)
     if folder is not None:
-        return _saved(Path(folder))
+        return dataclasses.replace(_saved("--resume", Path(folder)), resume=None, run_dir=None)
+    if recorded is not None:
+        return _for_replay(Path(recorded), presets, _flag(arguments, "--method"))
     preset = _flag(arguments, "--preset")
     if preset in PAPER_SOURCES and preset in presets:
         return _for_paper_method(presets[preset], _flag(arguments, "--method"))
@@ -921,6 +937,23 @@ def for_method(config: RunConfig, method: str | None) -> RunConfig:
     return dataclasses.replace(config, actor=actor)
 
 
+def _for_replay(folder: Path, presets: Mapping[str, RunConfig], method: str | None) -> RunConfig:
+    """The settings of a recorded run, but for what its own method prescribed and another does not.
+
+    An unknown method changes nothing here and is refused where flags are read.
+    """
+    saved = _saved("--replay", folder)
+    config = dataclasses.replace(saved, record=False, check=False, resume=None, run_dir=None)
+    if method in (None, saved.method):
+        return config
+    prescribed = METHODS[saved.method].warmup_updates.get(saved.task)
+    if prescribed is not None and prescribed == saved.actor.warmup_updates:
+        warmup = presets[saved.preset or saved.task].actor.warmup_updates
+        actor = dataclasses.replace(saved.actor, warmup_updates=warmup)
+        config = dataclasses.replace(config, actor=actor)
+    return for_method(config, method)
+
+
 def _for_paper_method(config: RunConfig, method: str | None) -> RunConfig:
     """Form batches as C.2.1 states: SAO 512 x 1, AReaL two minibatches of 512."""
     row = METHODS.get(method or config.method)
@@ -953,16 +986,15 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _saved(folder: Path) -> RunConfig:
-    """The configuration of the run in `folder`."""
+def _saved(flag: str, folder: Path) -> RunConfig:
+    """The configuration of the run in the folder that a flag names."""
     file = folder / CONFIG_FILE
     try:
-        saved = from_json(file.read_text(encoding="utf-8"))
+        return from_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        refuse(f"--resume {folder}: no run is there ({file} does not exist)")
+        refuse(f"{flag} {folder}: no run is there ({file} does not exist)")
     except (OSError, ValueError) as error:
-        refuse(f"--resume {folder}: {file} is not the configuration of a run: {error}")
-    return dataclasses.replace(saved, resume=None, run_dir=None)
+        refuse(f"{flag} {folder}: {file} is not the configuration of a run: {error}")
 
 
 def to_json(config: RunConfig) -> str:
@@ -1002,7 +1034,7 @@ def _build(kind: Any, values: dict[str, Any], path: str) -> Any:
             )
         elif isinstance(value, list):
             value = tuple(value)
-        elif name.endswith("_dir") or name == "resume":
+        elif name.endswith("_dir") or name in ("resume", "replay"):
             value = None if value is None else Path(value)
         built[name] = value
     return kind(**built)

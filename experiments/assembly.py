@@ -28,6 +28,7 @@ from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
+from copc_jax.rollout.recording import RecordingError
 from copc_jax.tasks import math
 from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
 from copc_jax.tasks.verify import Verifier, VerifierError, check_gold
@@ -43,6 +44,7 @@ START_ERRORS = (
     SandboxError,
     VerifierError,
     CheckpointError,
+    RecordingError,
     FileExistsError,
     FileNotFoundError,
     ImportError,
@@ -510,6 +512,8 @@ def launch(
         max_length=config.rollout.max_tokens,
         cpus=config.cpus[1:] if config.cpus else (),
         compilation_cache=compiled_programs(config),
+        # Mode "exact" is for controlled comparisons: two runs with one seed are to be the same.
+        arguments=["--enable-deterministic-inference"] if config.staleness_mode == "exact" else [],
         weight_roots=[log_file.parent],
         api_key=key,
     )

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import assembly
 import evaluate
+import numpy as np
 
 from copc_jax import data, staging
-from copc_jax.config import RunConfig
+from copc_jax.checkpoint import config_differences
+from copc_jax.config import CONFIG_FILE, RunConfig, from_json, to_dict
 from copc_jax.methods import METHODS
 from copc_jax.rollout.client import SamplingParams
 from copc_jax.rollout.collector import Collector, PromptIterator, decode_state, encode_state
 from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.gap import LogprobGap, Reference
 from copc_jax.rollout.launch import ServerProcess
+from copc_jax.rollout.recording import Recorder, Recording, RecordingError
 from copc_jax.types import Prompt, Trajectory
+
+# Inside a run folder: its recording.
+RECORDING_DIR = "recording"
+
+# Settings of a recorded run that a replay may change: what is done with the data, never what it is.
+REPLAY_MAY_DIFFER = (
+    *("method", "loss", "actor", "critic", "critic_warmup_updates", "lora", "truncated"),
+    *("updates", "micro_batches", "remat", "logprob_chunk", "mesh", "cpus", "preset", "check"),
+    *("record", "replay", "resume", "run_dir", "cache_dir", "checkpoint_every"),
+    *("keep_checkpoints", "eval", "viewer", "rollout.urls", "rollout.control_urls"),
+    "rollout.api_key",
+    *("rollout.launch", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("rollout.max_in_flight", "rollout.slots", "rollout.pause_mode", "rollout.timeout_seconds"),
+    *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
+    *("rollout.deadline_seconds", "rollout.stall_seconds"),
+    *("search.retriever_url", "math.sandbox_url", "math.processes"),
+)
 
 
 class Source(Protocol):
-    """What a run asks of the source of its batches."""
+    """What a run asks of the source of its batches.
+
+    Attributes:
+        staleness: largest lag of its trajectories, in updates of the run that trains on them.
+        length: batches that there are; None when they do not end.
+    """
+
+    staleness: int
+    length: int | None
 
     @property
     def server(self) -> ServerProcess | None:
@@ -46,6 +76,10 @@ class Source(Protocol):
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Play prompts greedily, as `evaluate.held_out` does."""
+        ...
+
+    def sampled_by(self, version: int) -> bool:
+        """Whether tokens of this version were sampled by weights that this run has had."""
         ...
 
     def compare(self, version: int, references: Sequence[Reference]) -> None:
@@ -75,6 +109,8 @@ class Generator:
         folder: HF folder that a launched server starts with.
         save_weights: writes the present weights of the policy into a folder.
         host: host part of the checkpoint that the run goes on from, {} at its start.
+        recorder: keeps every batch that is handed out.
+        train: whether to sample batches; evaluations alone need none.
     """
 
     def __init__(
@@ -85,10 +121,15 @@ class Generator:
         *,
         folder: Path,
         save_weights: Callable[[Path], None],
-        host: dict[str, Any],
+        host: Mapping[str, Any],
+        recorder: Recorder | None = None,
+        train: bool = True,
     ):
         self.config, self.parts, self.run_dir = config, parts, run_dir
+        self.staleness = config.staleness
+        self.length: int | None = None
         self._folder, self._save_weights, self._host = folder, save_weights, host
+        self._recorder, self._train = recorder, train
         self._weights: list[Path] = []
         self._stack = contextlib.ExitStack()
 
@@ -143,7 +184,8 @@ class Generator:
             prompts=self._prompts(),
             admission=staging.Admission(
                 config.batch_size,
-                config.staleness,
+                # A replay may be of less than a method needs, and nothing is admitted then.
+                max(config.staleness, method.minibatches - 1),
                 mode=config.staleness_mode,
                 updates_per_batch=method.minibatches,
             ),
@@ -163,6 +205,8 @@ class Generator:
 
     def _prompts(self) -> PromptIterator:
         config = self.config
+        if not self._train:
+            return _NoPrompts()
         return data.prompt_iterator(
             self.parts.environment.train,
             config.seed,
@@ -172,7 +216,10 @@ class Generator:
 
     def next_batch(self, batch: int) -> list[Trajectory]:
         """As `Source` says; its trajectories are in the order of submission."""
-        return self.collector.next_batch(batch)
+        trajectories = self.collector.next_batch(batch)
+        if self._recorder is not None:
+            self._recorder.write(batch, trajectories)
+        return trajectories
 
     def publish(self, version: int) -> None:
         """Write the weights and hand them to the servers; folders that nobody reads go."""
@@ -199,6 +246,10 @@ class Generator:
         """As `Source` says; training episodes go on beside."""
         return evaluate.held_out(self.collector, self.client, self.config, self.parts, prompts)
 
+    def sampled_by(self, version: int) -> bool:
+        """As `Source` says."""
+        return True
+
     def compare(self, version: int, references: Sequence[Reference]) -> None:
         """As `Source` says."""
         self.collector.call(self._gap.offer(version, references))
@@ -210,6 +261,194 @@ class Generator:
     def figures(self) -> dict[str, float]:
         """As `Source` says."""
         return self._accounts.since_last() | self.collector.call(self._gap.since_last())
+
+
+class Replay:
+    """The batches that another run recorded; a generator is started for evaluations alone.
+
+    Lag is counted in the updates of the recorded run's policy. Where this run makes another number
+    of updates on a batch, versions are converted so that every lag is the same number of batches.
+
+    Args:
+        config: of the run.
+        recording: what to train on.
+        start: makes the generator for evaluations, which is entered at the first of them.
+    """
+
+    def __init__(self, config: RunConfig, recording: Recording, start: Callable[[], Generator]):
+        self._recording, self._start = recording, start
+        self._made = recording.description["updates_per_batch"]
+        self._makes = METHODS[config.method].minibatches
+        self.staleness = (config.staleness + 1) // self._made * self._makes - 1
+        self.length: int | None = len(recording)
+        self._version = 0
+        self._generator: Generator | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Replay:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """End the generator, if it was started."""
+        self._stack.__exit__(*exception)
+
+    @property
+    def server(self) -> ServerProcess | None:
+        """As `Source` says."""
+        return None if self._generator is None else self._generator.server
+
+    def next_batch(self, batch: int) -> list[Trajectory]:
+        """As `Source` says."""
+        trajectories = self._recording.read(batch)
+        if self._made == self._makes:
+            return trajectories
+        return [
+            dataclasses.replace(
+                trajectory,
+                weight_version=np.where(
+                    trajectory.is_action,
+                    trajectory.weight_version // self._made * self._makes,
+                    trajectory.weight_version,
+                ),
+            )
+            for trajectory in trajectories
+        ]
+
+    def publish(self, version: int) -> None:
+        """Note the version; servers get it when they are needed."""
+        self._version = version
+
+    def wait_published(self) -> None:
+        """Return at once: `evaluate` waits for the weights that it needs."""
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """As `Source` says; the first call starts the servers."""
+        if self._generator is None:
+            self._generator = self._stack.enter_context(self._start())
+        self._generator.publish(self._version)
+        self._generator.wait_published()
+        return self._generator.evaluate(prompts)
+
+    def sampled_by(self, version: int) -> bool:
+        """Only the first weights are those of the recorded run for certain."""
+        return version == 0
+
+    def compare(self, version: int, references: Sequence[Reference]) -> None:
+        """Do nothing: no server holds weights that this run trains."""
+
+    def state(self, batches: int) -> dict[str, Any]:
+        """As `Source` says."""
+        return {"recording": self._recording.description}
+
+    def figures(self) -> dict[str, float]:
+        """As `Source` says."""
+        return {}
+
+
+def open_recording(config: RunConfig) -> Recording:
+    """Open what `--replay` names, and compare its settings with this run's.
+
+    Raises:
+        RecordingError: there is no batch, or the batches were made with other settings; all fields
+            that differ are named.
+    """
+    assert config.replay is not None
+    recording = Recording(config.replay / RECORDING_DIR)
+    if not len(recording):
+        raise RecordingError(f"{recording.directory} holds no batch")
+    saved = from_json((config.replay / CONFIG_FILE).read_text(encoding="utf-8"))
+    may_differ = REPLAY_MAY_DIFFER
+    if config.model != "tiny" and not config.sft.updates:
+        # A warm start depends on it, a pretrained model does not.
+        may_differ = (*may_differ, "seed")
+    differences = config_differences(to_dict(saved), to_dict(config), may_differ)
+    if differences:
+        raise RecordingError(
+            f"{config.replay} was recorded with other settings; " + "; ".join(differences)
+        )
+    return recording
+
+
+def check_recording(
+    recording: Recording,
+    config: RunConfig,
+    parts: assembly.Parts,
+    folder: Path,
+    host: Mapping[str, Any],
+) -> None:
+    """Compare the contents that a recording belongs to with those of the run that replays it.
+
+    Args:
+        recording: what to train on.
+        config: of the run.
+        parts: of the run.
+        folder: HF folder with the weights before the first update.
+        host: host part of the checkpoint that the run goes on from, {} at its start.
+
+    Raises:
+        RecordingError: all fields that differ are named, with both values.
+    """
+    now = host["recording"] if host else _describe(config, parts, evaluate.model_digest(folder))
+    differences = [
+        f"{name}: recorded {there!r}, now {now.get(name)!r}"
+        for name, there in recording.description.items()
+        if name != "updates_per_batch" and there != now.get(name)
+    ]
+    if differences:
+        raise RecordingError(
+            f"{recording.directory} belongs to other data or weights; " + "; ".join(differences)
+        )
+
+
+def start_recording(
+    config: RunConfig, parts: assembly.Parts, run_dir: Path, folder: Path, host: Mapping[str, Any]
+) -> Recorder:
+    """Begin the recording of a run, or go on with it; arguments as for `check_recording`.
+
+    Raises:
+        RecordingError: the batches before the checkpoint are not all there.
+    """
+    directory = run_dir / RECORDING_DIR
+    if host:
+        # The weights of the start may be gone.
+        start, batches = Recording(directory).description["start"], host["run"]["batches"]
+    else:
+        start, batches = evaluate.model_digest(folder), 0
+    recorder = Recorder(directory, _describe(config, parts, start), batches=batches)
+    if recorder.removed:
+        print(
+            f"recording: {recorder.removed} batches after the checkpoint are removed, as their "
+            "updates are lost; the run goes on with others"
+        )
+    return recorder
+
+
+def _describe(config: RunConfig, parts: assembly.Parts, start: str) -> dict[str, Any]:
+    """What a recording belongs to: settings by their names, contents by their hashes."""
+    return {
+        "task": config.task,
+        "batch_size": config.batch_size,
+        "samples_per_prompt": config.samples_per_prompt,
+        "updates_per_batch": METHODS[config.method].minibatches,
+        **parts.environment.form,
+        "tokenizer": hashlib.sha256(parts.tokenizer.to_str().encode()).hexdigest(),
+        "prompts": data.dataset_fingerprint(parts.environment.train, 0)["sha256"],
+        "start": start,
+    }
+
+
+class _NoPrompts:
+    """An iterator of no prompts."""
+
+    def __next__(self) -> Prompt:
+        raise StopIteration
+
+    def get_state(self) -> None:
+        return None
+
+    def set_state(self, state: None) -> None:
+        pass
 
 
 class _Accounts:

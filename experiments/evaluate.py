@@ -270,7 +270,7 @@ class Evaluation:
         task.pop("retriever_api_key", None)
         settings = {
             "task": self.config.task,
-            "contents of --model": _digest(Path(self.config.model)),
+            "contents of --model": model_digest(Path(self.config.model)),
             "data": [str(name) for name in self.how.data],
             "contents of --data": data.dataset_fingerprint(self.prompts, 0)["sha256"],
             **{name: getattr(self.how, name) for name in ("samples", "temperature", "top_p")},
@@ -606,7 +606,7 @@ def _new_folder(config: RunConfig) -> Path:
     return Path(config.model).absolute().parent / f"eval-{config.task}-{now}"
 
 
-def _digest(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Hash of what a model computes: configuration, weights and tokenizer."""
     total = hashlib.sha256()
     names = ("config.json", "tokenizer.json")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
+import functools
 import json
 import shutil
 import signal
@@ -48,6 +49,7 @@ RUN_ERRORS = (CollectorError, *(e for e in assembly.START_ERRORS if e is not Val
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
+    *("record", "replay"),
     *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
     *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
@@ -226,6 +228,7 @@ class Run:
         shutil.rmtree(weights, ignore_errors=True)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
+        recording = None if config.replay is None else batch_sources.open_recording(config)
         if config.preset is not None:
             print(f"preset {config.preset}: --check=True says what the paper states of it")
         print("building corpus, questions and tokenizer", flush=True)
@@ -240,38 +243,54 @@ class Run:
             del params
         else:
             self.state, host = self._restore(checkpoints, resumed)
+            if ("recording" in host) != (recording is not None):
+                raise CheckpointError(
+                    f"--resume {run_dir}: replay must be {'on' if recording is None else 'off'}, "
+                    "as it was: a run cannot change between rollouts and a recording"
+                )
             # What a server starts with, and again after it died; the warm start may be gone.
             folder = run_dir / "weights" / "start"
             self._export(folder)
             print(f"resumed from update {resumed}", flush=True)
+        self.batches = host.get("run", {}).get("batches", 0)
+        recorder = None
+        if recording is not None:
+            batch_sources.check_recording(recording, config, self.parts, folder, host)
+        elif config.record:
+            recorder = batch_sources.start_recording(config, self.parts, run_dir, folder, host)
         # Only now: a refused resume must not replace the configuration of the run.
         (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
         if resumed is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
-        self.batches = host.get("run", {}).get("batches", 0)
         self._first = True
 
         self._step = self._compile_step(stack)
         self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
-        self.source = stack.enter_context(self._open_source(folder, host))
+        generator = functools.partial(
+            batch_sources.Generator, config, self.parts, run_dir, save_weights=self._save_weights
+        )
+        self.source: batch_sources.Source
+        if recording is None:
+            live = generator(folder=folder, host=host, recorder=recorder)
+            self.source = stack.enter_context(live)
+        else:
+            self.source = stack.enter_context(
+                batch_sources.Replay(config, recording, lambda: self._start_evaluations(generator))
+            )
         self.log = stack.enter_context(
             metrics.MetricsLogger(run_dir, total_steps=self._last_version, resume_step=resumed)
         )
         self._usage = _Usage(lambda: self.source.server)
 
-    def _open_source(
-        self, folder: Path, host: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[batch_sources.Source]:
-        return batch_sources.Generator(
-            self.config,
-            self.parts,
-            self.run_dir,
-            folder=folder,
-            save_weights=self._save_weights,
-            host=host,
-        )
+    def _start_evaluations(
+        self, generator: Callable[..., batch_sources.Generator]
+    ) -> batch_sources.Generator:
+        """Make a generator that starts from the present weights and trains on nothing."""
+        folder = self.run_dir / "weights" / "start"
+        self._export(folder)
+        return generator(folder=folder, host={}, train=False)
 
     def _restore(self, checkpoints: Checkpointer, step: int) -> tuple[Any, dict[str, Any]]:
         config = self.config
@@ -292,7 +311,9 @@ class Run:
 
     @property
     def _last_version(self) -> int:
-        return self.config.updates
+        if self.source.length is None:
+            return self.config.updates
+        return min(self.config.updates, self.source.length * self.method.minibatches)
 
     def _resumed_step(self, checkpoints: Checkpointer) -> int | None:
         if self.config.resume is None:
@@ -314,12 +335,19 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
-        warmup, updates = self.config.critic_warmup_updates, self.config.updates
+        warmup, updates = self.config.critic_warmup_updates, self._last_version
         if self.method.critic and warmup >= updates:
             self._say(
                 f"note: the actor stays as it is: critic_warmup_updates {warmup} takes all of the "
                 f"{updates} updates"
             )
+        if self.config.replay is not None:
+            self._say(
+                f"replay of {self.config.replay}: {self.source.length} batches are recorded, "
+                f"{updates} updates are made"
+            )
+            if self.method.dynamic_sampling:
+                self._say("note: groups of equal rewards stay in a replay, with advantage 0")
         self.source.publish(self.version)
         self.source.wait_published()
         if self.log.last_step < 0:
@@ -385,7 +413,8 @@ class Run:
             values = finish(result)
             trained_by, self.version = self.version, self.version + self.method.minibatches
             self.batches += 1
-        values |= self._compare_logprobs(batch, packed, targets, trained_by)
+        if self.source.sampled_by(trained_by):
+            values |= self._compare_logprobs(batch, packed, targets, trained_by)
         clock.lap("learner/seconds")
         if self._first:
             self._first = False
@@ -411,8 +440,6 @@ class Run:
                 values[name] = values.get(name, 0.0) + len(prompts)
         every = config.eval.every
         if last or (every and self.batches % every == 0):
-            if last:
-                self.source.wait_published()
             values |= self._evaluate(final=last)
         clock.lap("learner/eval_seconds")
         if self.batches % config.checkpoint_every == 0 and not last:
@@ -437,7 +464,7 @@ class Run:
                 rows=config.batch_size // parts,
                 time=config.rollout.max_tokens,
                 learner_version=self.version,
-                staleness=config.staleness,
+                staleness=self.source.staleness,
                 gamma=config.loss.gamma,
                 truncated=config.truncated,
                 pad_id=self.parts.tokenizer.token_to_id(data.PAD_TOKEN) or 0,
@@ -497,7 +524,12 @@ class Run:
 
     def _evaluate(self, *, final: bool) -> dict[str, float]:
         config = self.config
+        if not config.eval.enabled:
+            return {}
         self.log.status("evaluating")
+        # In mode "exact" no update of the servers may come in mid-response.
+        if final or config.staleness_mode == "exact":
+            self.source.wait_published()
         limit = config.eval.final_questions if final else config.eval.questions
         prompts = self.parts.environment.held_out[: limit or None]
         result = self.source.evaluate(prompts)
@@ -668,9 +700,9 @@ class _Interrupts:
 
 def _new_run_dir(config: RunConfig) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return (
-        Path("runs") / f"{config.task}-{config.method}-s{config.staleness}-seed{config.seed}-{now}"
-    )
+    kind = "" if config.replay is None else "-replay"
+    name = f"{config.task}-{config.method}-s{config.staleness}-seed{config.seed}{kind}-{now}"
+    return Path("runs") / name
 
 
 if __name__ == "__main__":

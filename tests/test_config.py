@@ -214,3 +214,19 @@ def test_every_method_can_be_configured(method):
     samples = max(row.samples_per_prompt, 1)
     config = RunConfig(method=method, samples_per_prompt=samples, batch_size=16 * samples)
     assert from_json(to_json(config)) == config
+
+
+def test_a_replay_takes_the_recorded_settings_but_for_what_its_method_prescribes(tmp_path):
+    recorded = parse(["--method=areal", "--batch-size=32", "--record=True", "--staleness=4"])
+    assert recorded.actor.warmup_updates == METHODS["areal"].warmup_updates["search"]
+    (tmp_path / "config.json").write_text(to_json(recorded))
+    same = parse([f"--replay={tmp_path}"])
+    assert same == dataclasses.replace(recorded, record=False, replay=tmp_path)
+    other = parse([f"--replay={tmp_path}", "--method=ppo", "--seed=3"])
+    assert (other.method, other.batch_size, other.seed) == ("ppo", 32, 3)
+    assert other.actor.warmup_updates == parse(["--method=ppo"]).actor.warmup_updates
+    # What a person has set stays.
+    chosen = dataclasses.replace(recorded.actor, warmup_updates=7)
+    (tmp_path / "config.json").write_text(to_json(dataclasses.replace(recorded, actor=chosen)))
+    assert parse([f"--replay={tmp_path}", "--method=ppo"]).actor.warmup_updates == 7
+    assert from_json(to_json(other)) == other

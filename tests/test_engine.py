@@ -416,3 +416,39 @@ def test_dead_engine_says_so():
 def test_impossible_sizes_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         EngineConfig(**{field: value})
+
+
+# ----------------------------------------------------------------------------------- determinism
+
+
+def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside():
+    sizes = EngineConfig(
+        slots=3,
+        max_length=96,
+        steps_per_dispatch=4,
+        prefill_rows=(1, 2),
+        prefill_chunks=(8, 32),
+        attend=(16, 32),
+        deterministic=True,
+    )
+    lengths = (5, 12, 40, 3, 20)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, VOCAB - 1, n).tolist()) for n in lengths]
+    asked = [
+        request(f"r{i}", prompt, seed=i, max_new_tokens=9 + 4 * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    with engine(sizes=sizes) as alone:
+        expected = [alone.finish(one)[0] for one in asked]
+        # The next turn of an episode, whose beginning the last one has left in its slot.
+        turn = (*prompts[4], *expected[4].token_ids.tolist(), 1, 2, 3)
+        follow = request("next", turn, seed=9, max_new_tokens=8)
+        expected.append(alone.finish(follow)[0])
+    with engine(sizes=sizes) as crowded:
+        # Another order, all at once, with three slots for five.
+        found = crowded.finish(*asked[::-1])[::-1]
+        found += crowded.finish(follow, request("beside", prompts[2], seed=5, max_new_tokens=6))[:1]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.logprob, other.logprob)
+        assert one.cached_tokens == other.cached_tokens == 0

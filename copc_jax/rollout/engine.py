@@ -10,7 +10,10 @@ A finished slot keeps its tokens. A later request that begins with them, such as
 the episode, goes on there and prefills the rest only.
 
 The sampled token depends on the logits, the request's seed and the index of the token in the
-response, so results do not depend on the slot, on what else runs, or on the dispatch size.
+response, so results do not depend on the slot, on what else runs, or on the dispatch size, but for
+the rounding of the logits: programs of different shapes add in different orders, and what else runs
+decides which shape is taken and what of a prompt is computed already. `EngineConfig.deterministic`
+takes that away too.
 """
 
 from __future__ import annotations
@@ -166,6 +169,10 @@ class EngineConfig:
     """Allowed numbers of tokens per sequence in one prefill dispatch."""
     attend: tuple[int, ...] = (128, 256)
     """Decode reads the cache up to the smallest of these and `max_length` that covers all slots."""
+    deterministic: bool = False
+    """Give a request the same bits whatever else runs: the shapes of its programs depend on its
+    length alone, and nothing is taken from the cache that an earlier request has computed. Of
+    `prefill_rows` only the largest is used, of `attend` none."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no engine can have.
@@ -443,6 +450,9 @@ class Engine:
         on_death: Callable[[BaseException], None] | None = None,
     ):
         self.config = config
+        if engine_config.deterministic:
+            rows = (max(engine_config.prefill_rows),)
+            engine_config = dataclasses.replace(engine_config, prefill_rows=rows, attend=())
         self.sizes = engine_config
         self.version = version
         self.model_path: str | None = None
@@ -836,6 +846,8 @@ class Engine:
 
         The last token is never counted: decoding begins with it. Returns i32[free].
         """
+        if self.sizes.deterministic:
+            return np.zeros(len(free), np.int64)
         length = len(token_ids) - 1
         usable = self._generation[free] == self._weights_generation
         usable &= np.array([self._namespace[slot] == namespace for slot in free])
@@ -904,9 +916,14 @@ class Engine:
         # Rows of like length together, the longest first, so that little of the bucket is padding.
         slots = slots[np.argsort(-missing[slots], kind="stable")]
         rows_allowed, chunks_allowed = self.sizes.prefill_rows, self.sizes.prefill_chunks
+        chunk_of = lambda slot: _bucket(int(missing[slot]), chunks_allowed, max(chunks_allowed))
+        chunk = chunk_of(slots[0])
+        if self.sizes.deterministic:
+            begun = self._computed > 0
+            alike = [chunk_of(x) == chunk and begun[x] == begun[slots[0]] for x in slots]
+            slots = slots[alike]
         rows = _bucket(len(slots), rows_allowed, max(rows_allowed))
         slots = slots[:rows]
-        chunk = _bucket(int(missing[slots[0]]), chunks_allowed, max(chunks_allowed))
         token_ids = np.zeros((rows, chunk), np.int32)
         integers = np.zeros((3, rows), np.int32)
         for row, slot in enumerate(slots):

@@ -727,6 +727,12 @@ def _parser() -> argparse.ArgumentParser:
         default=default.attend,
         help="compiled decode lengths below --max-length, such as 128,256",
     )
+    add(
+        "--enable-deterministic-inference",
+        dest="deterministic",
+        action="store_true",
+        help="same bits for a request whatever else runs; SGLang's flag of that name",
+    )
     add("--api-key", help=f"key that requests must bring; better set {access.ROLLOUT_KEY}")
     add(
         "--weights-root",
