@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 # In the order of running; each is a file in comparisons/ with `compare(bench)`.
-COMPARISONS = ("returns", "logprobs", "overhead", "startup")
+COMPARISONS = ("returns", "logprobs", "overhead", "learner_step", "startup")
 
 
 def machine() -> dict[str, Any]:

@@ -676,9 +676,106 @@ def logits(
     params: Params, config: ModelConfig, hidden: Float[Array, "n embed"]
 ) -> Float[Array, "n vocab"]:
     """Score every next token, in float32."""
-    kernel = params["embed" if config.tie_word_embeddings else "head"]
+    return _logits(params["embed" if config.tie_word_embeddings else "head"], hidden)
+
+
+def _logits(
+    kernel: Float[Array, "vocab embed"], hidden: Float[Array, "n embed"]
+) -> Float[Array, "n vocab"]:
     hidden = hidden.astype(kernel.dtype)
     return jnp.einsum("nd,vd->nv", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def _is_target(scores: Float[Array, "n vocab"], target: Int[Array, " n"]) -> Bool[Array, "n vocab"]:
+    # A comparison in place of a gather: its gradient joins the softmax's loop, a scatter would not.
+    return target[:, None] == jnp.arange(scores.shape[1], dtype=target.dtype)[None]
+
+
+def _score(
+    scores: Float[Array, "n vocab"], target: Int[Array, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
+    """Give the log-probability of each target, the entropy, and the log of the normalizer."""
+    normalizer = jax.nn.logsumexp(scores, axis=-1)
+    logprob = jnp.sum(jnp.where(_is_target(scores, target), scores, 0.0), axis=-1) - normalizer
+    probability = jnp.exp(scores - normalizer[:, None])
+    return logprob, normalizer - jnp.sum(probability * scores, axis=-1), normalizer
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _score_in_chunks(
+    kernel: Float[Array, "vocab embed"],
+    hidden: Float[Array, "n embed"],
+    target: Int[Array, " n"],
+    chunk: int,
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Give log-probability and entropy from the logits of `chunk` positions at a time.
+
+    The backward pass computes the logits of a chunk again, but no maximum and no sum: the saved
+    normalizer makes them probabilities, and they give both gradients before the next chunk.
+    """
+    logprob, entropy, _ = _score_pieces(kernel, hidden, target, chunk)
+    return logprob, entropy
+
+
+def _score_pieces(
+    kernel: Array, hidden: Array, target: Array, chunk: int
+) -> tuple[Array, Array, Array]:
+    pieces = jax.lax.map(
+        lambda piece: _score(_logits(kernel, piece[0]), piece[1]),
+        (_chunks(hidden, chunk), _chunks(target, chunk)),
+    )
+    logprob, entropy, normalizer = (x.reshape(-1)[: target.shape[0]] for x in pieces)
+    return logprob, entropy, normalizer
+
+
+def _score_forward(kernel: Any, hidden: Any, target: Any, chunk: int) -> tuple[Any, Any]:
+    # Symbolic zeros, below, come with arguments that are wrapped.
+    given = kernel.value, hidden.value, target.value
+    logprob, entropy, normalizer = _score_pieces(*given, chunk)
+    return (logprob, entropy), (*given, entropy, normalizer)
+
+
+def _score_backward(chunk: int, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
+    kernel, hidden, target, entropy, normalizer = saved
+    by_logprob, by_entropy = cotangents
+    # The entropy is logged and seldom differentiated: then its part of the gradient is left out.
+    use_entropy = not isinstance(by_entropy, jax.custom_derivatives.SymbolicZero)
+    if isinstance(by_logprob, jax.custom_derivatives.SymbolicZero):
+        by_logprob = jnp.zeros_like(normalizer)
+    pieces = {"hidden": hidden, "target": target, "normalizer": normalizer}
+    pieces["by_logprob"] = by_logprob
+    if use_entropy:
+        pieces |= {"entropy": entropy, "by_entropy": by_entropy}
+
+    def step(kernel_grad: Array, piece: dict[str, Array]) -> tuple[Array, Array]:
+        scores = _logits(kernel, piece["hidden"])
+        logprob = scores - piece["normalizer"][:, None]
+        probability = jnp.exp(logprob)
+        chosen = _is_target(scores, piece["target"]).astype(jnp.float32)
+        by_scores = piece["by_logprob"][:, None] * (chosen - probability)
+        if use_entropy:
+            surprise = logprob + piece["entropy"][:, None]
+            by_scores -= piece["by_entropy"][:, None] * probability * surprise
+        by_scores = by_scores.astype(kernel.dtype)
+        multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        kernel_grad += multiply("nv,nd->vd", by_scores, piece["hidden"].astype(kernel.dtype))
+        return kernel_grad, multiply("nv,vd->nd", by_scores, kernel)
+
+    start = jnp.zeros(kernel.shape, jnp.float32)
+    kernel_grad, hidden_grad = jax.lax.scan(
+        step, start, jax.tree.map(lambda x: _chunks(x, chunk), pieces)
+    )
+    hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
+    return kernel_grad.astype(kernel.dtype), hidden_grad.astype(hidden.dtype), None
+
+
+_score_in_chunks.defvjp(_score_forward, _score_backward, symbolic_zeros=True)
+
+
+def _chunks(x: Array, chunk: int) -> Array:
+    """Cut the leading axis into pieces; the last one is padded with zeros."""
+    x = jnp.pad(x, ((0, -x.shape[0] % chunk), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(-1, chunk, *x.shape[1:])
 
 
 def _shift(
@@ -714,30 +811,17 @@ def token_logprob_and_entropy(
         hidden: from `forward`.
         token_ids: as given to `forward`.
         segment_ids: as given to `forward`.
-        chunk: positions whose logits exist at one time, recomputed in the backward pass; None keeps
-            all of them.
+        chunk: positions whose logits exist at one time, computed again in the backward pass; None
+            keeps all of them.
     """
     target = jnp.roll(token_ids, -1, axis=1).reshape(-1)
-
-    def score(hidden: Array, target: Array) -> tuple[Array, Array]:
-        scores = logits(params, config, hidden)
-        normalizer = jax.nn.logsumexp(scores, axis=-1)
-        # A comparison in place of a gather: its gradient joins the softmax's loop, a scatter would
-        # not.
-        chosen = target[:, None] == jnp.arange(config.vocab_size, dtype=target.dtype)[None]
-        logprob = jnp.sum(jnp.where(chosen, scores, 0.0), axis=-1) - normalizer
-        probability = jnp.exp(scores - normalizer[:, None])
-        return logprob, normalizer - jnp.sum(probability * scores, axis=-1)
-
     if chunk is None:
-        logprob, entropy = score(hidden, target)
+        logprob, entropy, _ = _score(logits(params, config, hidden), target)
     else:
-        tokens = target.shape[0]
-        padding = -tokens % chunk
-        hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-        target = jnp.pad(target, (0, padding)).reshape(-1, chunk)
-        pieces = jax.lax.map(lambda piece: jax.checkpoint(score)(*piece), (hidden, target))
-        logprob, entropy = (piece.reshape(-1)[:tokens] for piece in pieces)
+        kernel = params["embed" if config.tie_word_embeddings else "head"]
+        # custom_vjp hides the type of its result.
+        scored: Any = _score_in_chunks(kernel, hidden, target, chunk)
+        logprob, entropy = scored
     return _shift(logprob, segment_ids), _shift(entropy, segment_ids)
 
 

@@ -493,6 +493,11 @@ def test_the_actor_waits_for_the_critic_and_then_starts_its_own_schedule():
         actor_rates.append(float(metrics["actor/learning_rate"][0]))
         critic_rates.append(float(metrics["critic/learning_rate"][0]))
         assert moved(after.critic, before.critic) > 0
+        if update == 0:
+            # Adam's first step is of the size of its rate: head and body of the critic have one.
+            for name in ("value_head", "embed"):
+                step = moved(after.critic[name], before.critic[name])
+                assert step == pytest.approx(critic_rates[0], rel=1e-3)
         if update < 2:
             assert_equal((after.actor, after.actor_opt), (first.actor, first.actor_opt))
         else:

@@ -149,6 +149,41 @@ def test_chat_models_get_their_template_and_trained_message_ends():
         chat_segments(row, **form, apply_chat_template=chatml)
 
 
+def test_a_template_that_drops_thinking_trains_on_nothing_shifted(tmp_path):
+    """C111: three turns, and a template like Qwen3's, which forgets earlier thoughts.
+
+    Without thoughts the pieces are the template's own text of the whole chat, mask on the answers
+    and their ends; with thoughts its text of the whole chat has other ones, and it is refused.
+    """
+    (tmp_path / "chat_template.jinja").write_text(
+        "{%- for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
+        "{% set said = m.content.split('</think>')[-1] %}{% else %}{% set said = m.content %}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{{ said }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = hf.chat_template(tmp_path)
+
+    def turns(thought):
+        return [
+            message
+            for question, answer in (("6 * 7?", "42"), ("6 + 7?", "13"), ("Sure?", "Yes."))
+            for message in (
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": thought + answer},
+            )
+        ]
+
+    form = {"observation_tag": "interpreter", "render_tool": str, "end": "<|im_end|>"}
+    found = chat_segments({"messages": turns("")}, apply_chat_template=template, **form)
+    whole = template(turns("")).removesuffix("\n<|im_start|>assistant\n")
+    assert "".join(text for text, _ in found) == whole
+    written = [text for text, is_written in found if is_written]
+    assert written == ["42<|im_end|>", "13<|im_end|>", "Yes.<|im_end|>"]
+    thinking = {"messages": turns("<think>Let me see.</think>")}
+    with pytest.raises(UnusableChatError, match="in another way"):
+        chat_segments(thinking, apply_chat_template=template, **form)
+
+
 def chat(answer, role="assistant"):
     return {"messages": [{"role": "user", "content": "Q?"}, {"role": role, "content": answer}]}
 

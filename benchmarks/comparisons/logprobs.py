@@ -13,7 +13,7 @@ import numpy as np
 from harness import Bench, Case, Row, Spread
 
 EMBED = 256
-CHUNK = 256
+CHUNK = 512
 
 
 def _case(function: Any, rows: int, time: int, vocabulary: int) -> Any:

@@ -25,12 +25,20 @@ SIZES = {
 
 
 def build(
-    method: str, embed: int, layers: int, vocabulary: int, rows: int, time: int, **family: bool
+    method: str,
+    embed: int,
+    layers: int,
+    vocabulary: int,
+    rows: int,
+    time: int,
+    episodes: int = 2,
+    qk_norm: bool = False,
+    tied: bool = True,
 ) -> tuple[Any, Any, Any, Any]:
     """Return the learner's configuration, its functions, a new state and a batch.
 
-    The model has heads of 64 (or one), and an MLP four times as wide as the rest. Every row holds
-    two episodes whose first eighth is prompt.
+    The model has heads of 64 (or one), and an MLP four times as wide as the rest. Every row is
+    filled by as many episodes, whose first eighth is prompt.
     """
     import jax
     import jax.numpy as jnp
@@ -50,7 +58,8 @@ def build(
             num_kv_heads=heads,
             head_dim=embed // heads,
             max_position_embeddings=time,
-            **family,
+            qk_norm=qk_norm,
+            tie_word_embeddings=tied,
         ),
         method=METHODS[method],
         loss=LossConfig(lambda_=0.95),
@@ -61,13 +70,13 @@ def build(
     functions = learner.build_learner(config, sharding.make_mesh(1, 1))
     state = functions.init(model.init(jax.random.key(0), config.model))
     rng = np.random.default_rng(0)
-    half = time // 2
-    positions = np.tile(np.arange(time, dtype=np.int32) % half, (rows, 1))
-    is_action = positions >= half // 8
-    last = positions == half - 1
+    length = time // episodes
+    positions = np.tile(np.arange(time, dtype=np.int32) % length, (rows, 1))
+    is_action = positions >= length // 8
+    last = positions == length - 1
     batch = Batch(
         token_ids=rng.integers(0, vocabulary, (rows, time), np.int32),
-        segment_ids=np.tile(1 + np.arange(time, dtype=np.int32) // half, (rows, 1)),
+        segment_ids=np.tile(1 + np.arange(time, dtype=np.int32) // length, (rows, 1)),
         positions=positions,
         is_action=is_action,
         behavior_logprob=np.where(is_action, -np.log(vocabulary), 0).astype(np.float32),

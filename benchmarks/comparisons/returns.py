@@ -176,10 +176,10 @@ def rlax_gae(rows: int, time: int) -> Any:
 
 def tunix_gae(rows: int, time: int) -> Any:
     """Measure tunix's operator, which whitens too."""
-    from tunix.rl.ppo import ppo_helpers
+    from tunix.rl import algo_core
 
     given = arrays(rows, time)
-    operator = lambda reward, value, mask: ppo_helpers.compute_gae_advantages(
+    operator = lambda reward, value, mask: algo_core.compute_gae_advantages(
         reward, value, mask, gamma=GAMMA, gae_lambda=LAMBDA
     )
     inputs = [given[name] for name in ("reward", "value", "is_action")]

@@ -211,7 +211,7 @@ def write_weights(root, config):
     return {version: root / version for version in ("default", "1", "2")}
 
 
-def launch(kind, folder, log_file):
+def launch(kind, folder, log_file, key=KEY):
     if kind == "sglang":
         if not SGLANG_PYTHON:
             pytest.skip("COPC_SGLANG_PYTHON names no Python that has SGLang")
@@ -222,7 +222,7 @@ def launch(kind, folder, log_file):
             device="cpu",
             slots=SLOTS,
             max_length=MAX_LENGTH,
-            api_key=KEY,
+            api_key=key,
             arguments=["--context-length", str(MAX_LENGTH)],
         )
     return launch_embedded(
@@ -230,7 +230,7 @@ def launch(kind, folder, log_file):
         log_file=log_file,
         slots=SLOTS,
         max_length=MAX_LENGTH,
-        api_key=KEY,
+        api_key=key,
         # Two tokens a dispatch, so that control calls land in the middle of responses.
         arguments=[
             *("--steps-per-dispatch", "2", "--prefill-rows", "2"),
