@@ -65,6 +65,14 @@ class Checkpointer:
         """Complete steps on disk, ascending. A step that is still being saved is not among them."""
         return [step for step in _numbered(self.directory) if _fault(self._path(step)) is None]
 
+    def faults(self) -> dict[int, str]:
+        """What keeps each other step on disk from being a complete one, by step.
+
+        A save that was killed leaves none, because steps appear under their numbers when complete.
+        """
+        found = {step: _fault(self._path(step)) for step in _numbered(self.directory)}
+        return {step: fault for step, fault in found.items() if fault}
+
     def latest(self) -> int | None:
         """The highest complete step, None if there is none."""
         return max(self.steps(), default=None)
@@ -200,9 +208,8 @@ class Checkpointer:
     def _choose(self, step: int | None) -> int:
         """The step to read, after a look at its files."""
         self.wait()
-        present = _numbered(self.directory)
-        faults = {number: fault for number in present if (fault := _fault(self._path(number)))}
-        complete = [number for number in present if number not in faults]
+        faults = self.faults()
+        complete = [number for number in _numbered(self.directory) if number not in faults]
         if step is None and complete:
             return complete[-1]
         if step in complete:
@@ -232,7 +239,8 @@ class Checkpointer:
         if self._writer is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             for step in _numbered(self.directory):
-                if _fault(self._path(step)):
+                # Of several processes the first does what is done once.
+                if jax.process_index() == 0 and _fault(self._path(step)):
                     _set_aside(self._path(step))
             # orbax declares its policies twice, with types that do not match: hence Any.
             keep: Any = ocp.training.preservation_policies.LatestN(self.keep)

@@ -26,7 +26,8 @@ Steps, all with `delay` seconds before the answer:
 a restart that forgot its weights. `ScriptedRouter([url, url])` answers like sglang-router 0.3.2:
 /generate goes round the workers, GET /workers lists them, control paths are 404. `Forgetful(url,
 updates, folder)` passes everything on to a real server, but after some updates of the weights it
-has the last ones loaded again under each new label.
+has the last ones loaded again under each new label. `FaultyProxy(url)` stands before a real server
+and lets everything through but what `fault` spoils.
 """
 
 from __future__ import annotations
@@ -87,6 +88,13 @@ class Drop:
 @dataclasses.dataclass(frozen=True)
 class Behave:
     delay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The real answer of a proxied server, edited: too few log-probs, NaN, another version."""
+
+    edit: Callable[[dict[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,4 +403,50 @@ class Forgetful(_Threaded):
         ) as reply:
             return web.Response(
                 status=reply.status, body=await reply.read(), content_type=reply.content_type
+            )
+
+
+class FaultyProxy(_Threaded):
+    """Passes requests on to a real server.
+
+    `fault` is given each path and body, and returns a step (Status, Json, Drop, Change, or Behave
+    with a delay) to spoil that request with, or None to leave it alone.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.fault: Callable[[str, Any], Any] = lambda path, body: None
+        self.spoiled = 0
+        self._server = url
+
+    async def _begin(self) -> None:
+        self._session = aiohttp.ClientSession()
+
+    async def _end(self) -> None:
+        await self._session.close()
+
+    async def _answer(self, request: web.Request, body: Any) -> web.StreamResponse:
+        step = self.fault(request.path, body)
+        if step is not None:
+            self.spoiled += 1
+        if isinstance(step, Status | Json | Drop | Behave):
+            await asyncio.sleep(step.delay)
+        if isinstance(step, Status):
+            return web.Response(status=step.code, text=step.body)
+        if isinstance(step, Json):
+            return web.json_response(step.value)
+        if isinstance(step, Drop):
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        url = self._server + request.path_qs
+        async with self._session.request(request.method, url, json=body) as reply:
+            text = await reply.text()
+            if isinstance(step, Change) and reply.status == 200:
+                answer = json.loads(text)
+                step.edit(answer)
+                # Python's encoder writes NaN, which some tests want.
+                text = json.dumps(answer)
+            return web.Response(
+                status=reply.status, text=text, content_type=reply.content_type or "text/plain"
             )

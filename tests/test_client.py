@@ -606,6 +606,28 @@ def test_an_update_waits_for_a_server_that_is_restarting(server):
     assert server.version == "2"
 
 
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+)
+def test_a_server_that_dies_in_the_middle_of_an_update_gets_it_when_it_is_back(server, path):
+    async def script(client):
+        await client.publish("/w/1", 1)
+        server.script(path, Behave(delay=60.0))
+        already = len(server.sent(path))
+        task = asyncio.create_task(client.publish("/w/2", 2))
+        while len(server.sent(path)) == already:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(server.stop)
+        # Time for it to be found dead: nobody listens.
+        await asyncio.sleep(0.3)
+        server.start()
+        await task
+        return client.published_version
+
+    assert drive([server.url], script) == 2
+    assert server.version == "2" and not server.paused
+
+
 def test_an_update_without_any_server_is_an_error_within_the_deadline():
     with ScriptedServer() as server:
         pass

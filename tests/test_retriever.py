@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from copc_jax.tools.retriever import (
     HttpRetriever,
     Passage,
+    QueryRefused,
     RetrieverError,
     TantivyRetriever,
     build_app,
@@ -359,6 +360,50 @@ def test_faults_of_a_server_are_retriever_errors(answer, complaint):
 
     with answering(handler) as url, pytest.raises(RetrieverError, match=complaint):
         asyncio.run(search_once(url, ["capital"]))
+
+
+@pytest.mark.parametrize("fault", [(503, True), (429, True), (400, False), (None, True)])
+def test_an_engine_that_has_answered_is_asked_again_until_it_does(fault):
+    status, passes = fault
+    asked = []
+
+    async def handler(request):
+        asked.append(await request.json())
+        if len(asked) == 2 and status is None:
+            request.transport.close()
+        if len(asked) == 2 and status is not None:
+            return web.Response(status=status, text="not now")
+        return web.json_response({"result": [[]]})
+
+    async def search():
+        async with HttpRetriever(url, timeout_s=5.0) as client:
+            return [await client.search([query], 1) for query in ("first", "second")]
+
+    with answering(handler) as url:
+        if passes:
+            assert asyncio.run(search()) == [[[]], [[]]]
+            assert [body["queries"] for body in asked] == [["first"], ["second"], ["second"]]
+        else:
+            with pytest.raises(QueryRefused, match="status 400: not now"):
+                asyncio.run(search())
+            assert len(asked) == 2
+
+
+def test_patience_with_an_engine_ends():
+    async def search():
+        async with HttpRetriever(url, patience_s=0.5) as client:
+            await client.search(["first"], 1)
+            stop()
+            await client.search(["second"], 1)
+
+    async def handler(_):
+        return web.json_response({"result": [[]]})
+
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(answering(handler))
+        stop = stack.pop_all().close
+        with pytest.raises(RetrieverError, match="/retrieve: Client"):
+            asyncio.run(search())
 
 
 def test_scores_are_always_asked_for():

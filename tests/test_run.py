@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -400,6 +401,20 @@ def test_resuming_what_is_no_run_is_refused_in_one_line(tmp_path):
     )
     assert done.returncode == 2
     assert "nothing" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_is_not_started_anew(synchronous, tmp_path):
+    run_dir = tmp_path / "damaged"
+    shutil.copytree(synchronous, run_dir)
+    (last,) = list((run_dir / "checkpoints").glob("4"))
+    shutil.rmtree(run_dir / "checkpoints" / "2")
+    shutil.rmtree(last / "host")
+    done = subprocess.run(
+        command(f"--resume={run_dir}"), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert "checkpoints/4 is unfinished: host/_METADATA is missing" in done.stderr
+    assert read_metrics(run_dir) == read_metrics(synchronous)
 
 
 def test_the_saved_configuration_is_resolved(synchronous):

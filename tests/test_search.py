@@ -10,7 +10,7 @@ from scripted_server import ScriptedServer, Tokens
 
 from copc_jax import data
 from copc_jax.rollout.client import SamplingParams, SGLangClient
-from copc_jax.rollout.episode import EpisodeBudget, run_episode
+from copc_jax.rollout.episode import EpisodeBudget, EpisodeFailed, run_episode
 from copc_jax.tasks.search import (
     CHAIN_OF_AGENTS_TAGS,
     SearchConfig,
@@ -26,7 +26,7 @@ from copc_jax.tasks.search import (
     render_prompt,
     search_reward,
 )
-from copc_jax.tools.retriever import HttpRetriever, Passage, TantivyRetriever
+from copc_jax.tools.retriever import HttpRetriever, Passage, QueryRefused, TantivyRetriever
 from copc_jax.types import Prompt
 
 CORPUS = [
@@ -203,17 +203,33 @@ def test_a_cut_turn_executes_nothing(task, turn):
     assert figures["searches"] == 0.0
 
 
-def test_a_failing_retriever_becomes_text_and_is_no_search(tokenizer):
-    async def step():
-        async with HttpRetriever("http://127.0.0.1:9", timeout_s=5) as retriever:
-            task = SearchTask(tokenizer, retriever)
-            turn = "<search>capital France</search>"
-            return task, await task.step(turn, "stop", "</search>")
+class Failing:
+    def __init__(self, error):
+        self.error = error
 
-    task, action = asyncio.run(step())
+    async def search(self, queries, topk):
+        raise self.error
+
+    async def close(self): ...
+
+
+def test_a_query_that_is_refused_becomes_text_and_is_no_search(tokenizer):
+    task = SearchTask(tokenizer, Failing(QueryRefused("status 400: too long")))
+    action = asyncio.run(task.step("<search>capital France</search>", "stop", "</search>"))
     assert action.observation == "<information> The search failed. Try again.</information>"
     assert action.info == {"valid_actions": 1.0, "failed_searches": 1.0}
     assert task.reward(PROMPT, ["x", "<answer>Paris</answer>"], action.info)[0] == 1.1
+
+
+def test_a_search_engine_out_of_order_fails_the_episode(tokenizer):
+    # Nobody listens there: what the policy wrote is neither right nor wrong.
+    async def step():
+        async with HttpRetriever("http://127.0.0.1:9", timeout_s=5) as retriever:
+            task = SearchTask(tokenizer, retriever)
+            await task.step("<search>capital France</search>", "stop", "</search>")
+
+    with pytest.raises(EpisodeFailed, match=r"search engine failed.*127\.0\.0\.1:9"):
+        asyncio.run(step())
 
 
 @pytest.mark.parametrize(

@@ -724,17 +724,21 @@ class SGLangClient:
                 raise WeightUpdateError(f"{url} shows version {label!r} instead of {version}")
         finally:
             # Shielded: cancelling an update must not leave a server paused.
-            resumed = await asyncio.shield(self._spawn(self._resume(url)))
-        if not resumed:
-            raise WeightUpdateError(f"{url} took version {version} but did not continue")
+            fault = await asyncio.shield(self._spawn(self._resume(url)))
+        if isinstance(fault, _Transient) and fault.refused:
+            # It died with the new weights: no other than one that died before.
+            raise fault
+        if fault is not None:
+            raise WeightUpdateError(f"{url} took version {version} but did not continue: {fault}")
 
-    async def _resume(self, url: str) -> bool:
+    async def _resume(self, url: str) -> _Transient | RolloutError | None:
+        """Continue a paused server; return what went wrong."""
         try:
             await self._control("POST", url + "/continue_generation", {})
         except (_Transient, RolloutError) as error:
             logger.warning("%s may be left paused: %s", url, error)
-            return False
-        return True
+            return error
+        return None
 
     async def _label(self, url: str) -> str:
         """Return the weight version that a server shows.

@@ -140,17 +140,21 @@ class ServerProcess:
             return file.read().decode(errors="replace").strip() or "(the log is empty)"
 
     def _start(self) -> None:
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._command_line = list(self._command(self._port))
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command_line,
-                stdin=subprocess.DEVNULL,
-                stdout=log if self._hides_key else subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
-                start_new_session=True,
-            )
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._command_line = list(self._command(self._port))
+            with self.log_file.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self._command_line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log if self._hides_key else subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            # Such as no space for its log, or no memory for another process.
+            raise LaunchError(f"the rollout server cannot be started: {error}") from error
         self._copying = None
         if self.process.stdout is not None:
             self._copying = threading.Thread(
@@ -174,7 +178,9 @@ class ServerProcess:
         """Write what a server prints into its log, line by line and without the key."""
         with output, self.log_file.open("ab", buffering=0) as log:
             for line in output:
-                log.write(access.hide(line.decode(errors="replace"), self.api_key).encode())
+                # A server whose output nobody took, as on a full disk, would stop in the end.
+                with contextlib.suppress(OSError):
+                    log.write(access.hide(line.decode(errors="replace"), self.api_key).encode())
 
     def _finish_log(self) -> None:
         """Wait for what an ended process has printed."""

@@ -18,11 +18,12 @@ from typing import Any, Literal
 from copc_jax.rollout.episode import (
     Action,
     ApplyChatTemplate,
+    EpisodeFailed,
     disarm,
     encode_question,
     special_tokens,
 )
-from copc_jax.tools.retriever import Passage, Retriever, RetrieverError
+from copc_jax.tools.retriever import Passage, QueryRefused, Retriever, RetrieverError
 from copc_jax.types import Prompt
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -327,6 +328,9 @@ class SearchTask:
         """Act on one turn: search and observe, answer and end, or explain what a valid turn is.
 
         A turn that was cut by the length limit executes nothing and ends the episode.
+
+        Raises:
+            EpisodeFailed: the search engine is out of order.
         """
         tags = self.config.tags
         action = parse_action(text, tags)
@@ -343,9 +347,12 @@ class SearchTask:
             return self._refuse("The query is too long. Use a few words.")
         try:
             found = await self._retriever.search([action[1]], self.config.topk)
-        except RetrieverError:
+        except QueryRefused:
             notice = render_notice(self.config, " The search failed. Try again.")
             return Action("observe", notice, {"valid_actions": 1.0, "failed_searches": 1.0})
+        except RetrieverError as error:
+            # The policy has nothing to do with it, and must not learn that searching is in vain.
+            raise EpisodeFailed(f"the search engine failed: {error}") from error
         observation = disarm(render_documents(self.config, found[0]), self._special)
         return Action("observe", observation, {"valid_actions": 1.0, "searches": 1.0})
 

@@ -18,6 +18,7 @@ import dataclasses
 import gzip
 import io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -35,6 +36,7 @@ from aiohttp import web
 
 from copc_jax import access
 
+_LOG = logging.getLogger(__name__)
 _WORD = re.compile(r"[^\W_]+")
 _MAX_TIES = 4096
 _MAX_LINE = 16 * 1024 * 1024
@@ -42,6 +44,10 @@ _MAX_LINE = 16 * 1024 * 1024
 
 class RetrieverError(RuntimeError):
     """A search without an answer: server away, time-out, or an answer of the wrong shape."""
+
+
+class QueryRefused(RetrieverError):
+    """The server refuses this query, and would again; it may answer another one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,17 +252,30 @@ class TantivyRetriever:
 class HttpRetriever:
     """Client of a Search-R1-compatible server.
 
+    A server that has answered before and does not now is asked again until it does: it may be
+    starting again. One that has never answered is an error at once.
+
     Args:
         url: of the server or of its /retrieve.
         timeout_s: seconds for one request.
+        patience_s: seconds after which a search is not tried again.
         api_key: sent with every request; no message shows it.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 30.0, api_key: str | None = None):
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 30.0,
+        patience_s: float = 25.0,
+        api_key: str | None = None,
+    ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"retriever url must start with http:// or https://, not {url!r}")
         self._url = url if url.rstrip("/").endswith("/retrieve") else url.rstrip("/") + "/retrieve"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._patience_s = patience_s
+        self._answered = False
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
@@ -276,8 +295,9 @@ class HttpRetriever:
         """Ask the server; queries without a word are answered with nothing and not sent.
 
         Raises:
-            RetrieverError: no answer in time, a status other than 200, or an answer of the wrong
-            shape.
+            QueryRefused: status 400, 413 or 422.
+            RetrieverError: no answer in time, any other status but 200, or an answer of the wrong
+                shape.
         """
         sent = [i for i, query in enumerate(queries) if query_words(query)]
         results: list[list[Passage]] = [[] for _ in queries]
@@ -285,7 +305,7 @@ class HttpRetriever:
             return results
         # Without scores the reference server fails, or answers wrongly for exactly two queries.
         body = {"queries": [queries[i] for i in sent], "topk": topk, "return_scores": True}
-        answer = await self._post(body)
+        answer = await self._ask(body)
         lists = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(lists, list) or len(lists) != len(sent):
             raise RetrieverError(f"{self._url}: expected {len(sent)} lists under 'result'")
@@ -298,6 +318,24 @@ class HttpRetriever:
                 ) from error
         return results
 
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        pause = 0.25
+        while True:
+            try:
+                answer = await self._post(body)
+            except RetrieverError as error:
+                refused = isinstance(error, QueryRefused)
+                if refused or not self._answered or loop.time() + pause > deadline:
+                    raise
+                _LOG.warning("asking again: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)
+            else:
+                self._answered = True
+                return answer
+
     async def _post(self, body: dict[str, Any]) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -309,7 +347,9 @@ class HttpRetriever:
                     text = access.hide(await response.text(errors="replace"), self._api_key)[:200]
                     if response.status == 401:
                         text += f". Set {access.RETRIEVER_KEY} to the key of the retriever"
-                    raise RetrieverError(f"{self._url}: status {response.status}: {text}")
+                    # The server says so of the query itself.
+                    kind = QueryRefused if response.status in (400, 413, 422) else RetrieverError
+                    raise kind(f"{self._url}: status {response.status}: {text}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RetrieverError(f"{self._url}: {type(error).__name__}: {error}") from error
