@@ -150,8 +150,7 @@ def test_a_replay_by_the_same_method_is_the_same_run_without_a_server(recorded, 
             for child in psutil.Process(process.pid).children(recursive=True):
                 children.add(" ".join(child.cmdline()))
         time.sleep(0.1)
-    assert process.stdout is not None
-    output = process.stdout.read()
+    output, _ = process.communicate()
     assert process.returncode == 0, output
     assert "5 batches are recorded, 2 updates are made" in output
     assert not any("copc_jax.rollout.server" in child for child in children)
