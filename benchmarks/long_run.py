@@ -9,9 +9,8 @@ its verifier; `--full=True` adds checkpoints, evaluations and recorded episodes.
 looked at once a second. After warm-up the samples are averaged over 20 equal stretches of updates,
 and a line is laid through the means: its slope is memory an update, with the 95% interval of
 Student's t, for resident memory and for its anonymous part with what was swapped out: of mapped
-files a busy machine takes pages back. One of the counts has grown when its median over the last
-stretch exceeds those of all before. Ends with status 1 when a slope is at the limit or above it, or
-a count has grown.
+files a busy machine takes pages back. Counts are compared by their medians over the first and the
+last quarter. Ends with status 1 when a slope is at the limit or above it, or a count has grown.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ SMALLEST = (
 STRETCHES = 20
 # Student's t, two sides, 95%, for a line through that many means.
 STUDENT_T = 2.101
-COUNTS = ("threads", "files", "compilations")
+# What is counted, and by how much it may differ: open files are connections, too.
+COUNTS = {"threads": 0, "files": 1, "compilations": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,8 @@ class Watch:
         for root in self._roots:
             with contextlib.suppress(psutil.Error):
                 for process in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.Error):
+                    # It may end between two questions.
+                    with contextlib.suppress(psutil.Error, OSError):
                         self._look_at(process, update, compiled)
         return update
 
@@ -145,9 +146,15 @@ class Watch:
 
 
 def anonymous(pid: int) -> float:
-    """Give the memory of a process that no file backs, resident or swapped out, in MB."""
+    """Give the memory of a process that no file backs, resident or swapped out, in MB.
+
+    Raises:
+        psutil.ZombieProcess: it has ended and holds none.
+    """
     lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
     sizes = dict(line.split(":", 1) for line in lines)
+    if "RssAnon" not in sizes:
+        raise psutil.ZombieProcess(pid)
     return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
 
 
@@ -226,15 +233,15 @@ def judge(track: Track, settings: Settings) -> dict[str, Any] | None:
     if not all(map(len, parts)):
         return None
     x, resident, own = np.array([part[:, :3].mean(axis=0) for part in parts]).T
+    quarters = [np.concatenate(parts[: STRETCHES // 4]), np.concatenate(parts[-STRETCHES // 4 :])]
     counts = {
-        name: [float(np.median(part[:, 3 + column])) for part in parts]
+        name: [float(np.median(quarter[:, 3 + column])) for quarter in quarters]
         for column, name in enumerate(COUNTS)
     }
     lines = {"resident": line_through(x, resident), "anonymous": line_through(x, own)}
-    grown = [name for name, values in counts.items() if values[-1] > max(values[:-1])]
+    grown = [name for name, (first, last) in counts.items() if last > first + COUNTS[name]]
     steep = [name for name, line in lines.items() if line["slope_mb"] >= settings.limit]
-    ends = {name: [values[0], values[-1]] for name, values in counts.items()}
-    return {"process": track.role, **lines, **ends, "grown": steep + grown, "looks": len(rows)}
+    return {"process": track.role, **lines, **counts, "grown": steep + grown, "looks": len(rows)}
 
 
 def line_through(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
@@ -288,7 +295,7 @@ def main() -> None:
     whole = [(track, result) for track, result in judged if result is not None]
     results = [result for _, result in whole]
     Console(width=140).print(table_of(results))
-    print(f"{settings.updates} updates in {seconds:.0f} s; pairs: first and last stretch")
+    print(f"{settings.updates} updates in {seconds:.0f} s")
     short = len(judged) - len(whole)
     print(f"{short} processes that ended before the end or began after warm-up are left out")
     draw([track for track, _ in whole], settings, settings.out / f"{name}.png")

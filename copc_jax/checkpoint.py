@@ -239,7 +239,8 @@ class Checkpointer:
         if self._writer is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             for step in _numbered(self.directory):
-                if _fault(self._path(step)):
+                # Of several processes the first does what is done once.
+                if jax.process_index() == 0 and _fault(self._path(step)):
                     _set_aside(self._path(step))
             # orbax declares its policies twice, with types that do not match: hence Any.
             keep: Any = ocp.training.preservation_policies.LatestN(self.keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import os
 import shlex
@@ -457,6 +458,51 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """Learner processes, one a host; each has rollout servers, prompts and rows of its own."""
+
+    coordinator: str | None = None
+    """Address, as host:port, where process 0 listens and the others find it; none: one process."""
+    processes: int = 1
+    """Learner processes of the run, process 0 included."""
+    process_id: int = 0
+    """Number of this process, from 0; process 0 writes the run folder."""
+    auto: bool = False
+    """Take address, number and count from the environment, as Slurm, Open MPI or Kubernetes give
+    them."""
+    timeout_seconds: float = 60.0
+    """Seconds without a sign of life after which a process counts as dead, and the others end."""
+    start_seconds: float = 300.0
+    """Seconds that the processes may take to find each other."""
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves processes waiting for each other."""
+        _require_least(self, 1, "processes", "timeout_seconds", "start_seconds")
+        _require(
+            0 <= self.process_id < self.processes,
+            f"distributed.process_id must be from 0 to {self.processes - 1}, one less than "
+            f"distributed.processes, got {self.process_id}",
+        )
+        _require(
+            not self.auto or (self.coordinator, self.processes) == (None, 1),
+            "distributed.auto takes coordinator, processes and process_id from the environment: "
+            "give it alone",
+        )
+        if self.processes > 1:
+            host, _, port = (self.coordinator or "").rpartition(":")
+            _require(
+                bool(host) and port.isdecimal(),
+                "distributed.coordinator must be the host:port of process 0 when there are several "
+                f"processes, got {self.coordinator!r}",
+            )
+        else:
+            _require(
+                self.coordinator is None,
+                "distributed.coordinator needs distributed.processes, 2 or more",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One training run."""
 
@@ -550,6 +596,8 @@ class RunConfig:
     """Size of the default model."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """Devices of the learner."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """Processes of the learner."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by name."""
@@ -596,16 +644,16 @@ class RunConfig:
             self.truncated == "terminal" or row.critic,
             f"truncated must be terminal for method {self.method}: bootstrap needs a critic",
         )
-        pieces = row.minibatches * self.micro_batches * self.mesh.data
         _require(
-            self.batch_size % pieces == 0,
-            f"batch_size {self.batch_size} must be a multiple of minibatches x micro_batches x "
-            f"mesh.data = {row.minibatches} x {self.micro_batches} x {self.mesh.data} = {pieces}",
+            self.batch_size % row.minibatches == 0,
+            f"batch_size {self.batch_size} must be a multiple of the {row.minibatches} minibatches "
+            f"of method {self.method}",
         )
         _require(
             not (self.record and self.replay),
             "record must be off with replay: the batches are recorded already",
         )
+        require_processes(self, self.distributed.processes)
         # The newest published version may be that many updates behind the last update of a batch.
         behind = self.publish_every * row.minibatches - 1
         _require(
@@ -624,6 +672,43 @@ class RunConfig:
                 set(self.cpus) <= set(allowed),
                 f"cpus {self.cpus} must be among the cores of this process, {allowed}",
             )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch: one for each trajectory, and empty ones up to a number that divides.
+
+        Each minibatch is cut into micro-batches of equal size, and each of these into equal parts
+        for the devices along `mesh.data`.
+        """
+        minibatches, piece = METHODS[self.method].minibatches, self.micro_batches * self.mesh.data
+        return minibatches * piece * math.ceil(self.batch_size // minibatches / piece)
+
+
+def require_processes(config: RunConfig, count: int) -> None:
+    """Check that a run can be split over `count` processes.
+
+    Raises:
+        ValueError: names the setting, and what it has to be a multiple of.
+    """
+    row = METHODS[config.method]
+    _require(
+        count == 1 or not (config.record or config.replay),
+        f"record and replay are for one process, not for {count}",
+    )
+    _require(
+        config.mesh.data % count == 0,
+        f"mesh.data {config.mesh.data} must be a multiple of the {count} processes, which split "
+        "the rows of a batch",
+    )
+    for name, each in (
+        ("samples_per_prompt", config.samples_per_prompt),
+        ("minibatches", row.minibatches),
+    ):
+        _require(
+            config.batch_size % (count * each) == 0,
+            f"batch_size {config.batch_size} must be a multiple of processes x {name} = "
+            f"{count} x {each} = {count * each}",
+        )
 
 
 # Five turns are four searches and the answer. Of the longest passages, 800 characters, the small
@@ -990,7 +1075,9 @@ def _saved(flag: str, folder: Path) -> RunConfig:
     """The configuration of the run in the folder that a flag names."""
     file = folder / CONFIG_FILE
     try:
-        return from_json(file.read_text(encoding="utf-8"))
+        saved = from_json(file.read_text(encoding="utf-8"))
+        # Processes are those of this start: an old address would be waited for.
+        return dataclasses.replace(saved, distributed=DistributedConfig())
     except FileNotFoundError:
         refuse(f"{flag} {folder}: no run is there ({file} does not exist)")
     except (OSError, ValueError) as error:

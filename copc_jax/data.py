@@ -135,6 +135,19 @@ class PromptIterator:
         self._iterator.set_state(dict(state["position"]))
 
 
+def deal_positions(states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Turn the states of iterators over shares of the prompts into those of `count` shares.
+
+    Shares of another size are in another order, so that within the epoch under way some prompts
+    come a second time and as many not at all; later epochs are whole.
+    """
+    taken = sum(state["position"]["next_index"] for state in states)
+    return [
+        {**states[0], "position": {"next_index": taken // count + (process < taken % count)}}
+        for process in range(count)
+    ]
+
+
 def prompt_iterator(
     prompts: Sequence[Prompt],
     seed: int,

@@ -133,6 +133,77 @@ def _median(counts: np.ndarray) -> int:
     return int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
 
 
+# Of several processes: what is added up, and what is a mean over as many episodes on each. All
+# other values are those of process 0, or the same on all.
+_ADDED = (
+    *("batch/", "lag/histogram", "lag/trajectory_histogram", "rollout/tokens_per_second"),
+    *("rollout/buffered", "rollout/in_flight", "rollout/failed", "rollout/aborted"),
+    *("rollout/reissued", "rollout/lost", "rollout/filtered", "rollout/skipped"),
+    "rollout/logprob_gap_skipped",
+)
+_AVERAGED = ("reward/", "task/", "length/", "rollout/busy_fraction", "rollout/admission_fraction")
+
+
+def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of one line from those of several processes, which trained on equal shares.
+
+    Counts and rates of the generator are added up; figures of episodes and shares of time are
+    means; the log-prob gap is that of all tokens, but for its p95, the largest of the processes'.
+    Times, memory and everything that the learner computes are those of process 0.
+    """
+    result = dict(rows[0])
+    if len(rows) == 1:
+        return result
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows if name in row]
+        if name.startswith(_ADDED):
+            result[name] = _sum(values)
+        elif name.startswith(_AVERAGED):
+            # A figure that a process does not name is 0 in its episodes.
+            result[name] = sum(values) / len(rows)
+    for name in {name for row in rows for name in row if _of_source(name)}:
+        reward = name.removesuffix("/episodes") + "/reward"
+        counts = [row.get(name, 0.0) for row in rows]
+        result[reward] = float(np.average([row.get(reward, 0.0) for row in rows], weights=counts))
+        result[name] = sum(counts)
+    if "lag/histogram" in result:
+        counts = (result["lag/histogram"], result["lag/trajectory_histogram"])
+        result |= lag_values(*(np.asarray(each) for each in counts))
+    return (
+        result | _merged_gap(rows, "rollout/logprob_gap") | _merged_gap(rows, "rollout/decode_gap")
+    )
+
+
+def _of_source(name: str) -> bool:
+    return name.startswith("source/") and name.endswith("/episodes")
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Sum of numbers, or of histograms of any length."""
+    if not isinstance(values[0], list):
+        return sum(values)
+    total = np.zeros(max(map(len, values)), np.int64)
+    for value in values:
+        total[: len(value)] += np.asarray(value, np.int64)
+    return total.tolist()
+
+
+def _merged_gap(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    rows = [row for row in rows if f"{name}_mean" in row]
+    if not rows:
+        return {}
+    tokens = [row[f"{name}_tokens"] for row in rows]
+    means, sds = (np.asarray([row[f"{name}_{kind}"] for row in rows]) for kind in ("mean", "sd"))
+    mean = float(np.average(means, weights=tokens))
+    square = float(np.average(sds**2 + means**2, weights=tokens))
+    return {
+        f"{name}_tokens": float(sum(tokens)),
+        f"{name}_mean": mean,
+        f"{name}_sd": math.sqrt(max(square - mean**2, 0.0)),
+        **{f"{name}_{kind}": max(row[f"{name}_{kind}"] for row in rows) for kind in ("p95", "max")},
+    }
+
+
 def read_metrics(run_dir: str | pathlib.Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """The lines of a metrics file, [] if there is none.
 
@@ -307,6 +378,33 @@ class MetricsLogger:
             finite = finite[np.isfinite(finite)]
             if finite.size:
                 self._tensorboard.add_histogram(name, finite, step, bins="auto")
+
+
+class NoLog:
+    """What a process that is not the first has in place of a `MetricsLogger`: nothing is kept."""
+
+    last_step = -1
+
+    def __enter__(self) -> NoLog:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing."""
+
+    def log(
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        histograms: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Does nothing."""
+
+    def status(self, text: str) -> None:
+        """Does nothing."""
+
+    def episode(self, record: Mapping[str, Any]) -> None:
+        """Does nothing."""
 
 
 def _prepare(path: pathlib.Path, resume_step: int | None) -> list[dict[str, Any]]:

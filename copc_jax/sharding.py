@@ -2,7 +2,8 @@
 
 Rows of a batch are split over `data`. Parameters and the optimizer's moments are split over `data`
 along their embedding axis (FSDP) and over `model` along heads, MLP and vocabulary (tensor
-parallelism). One device is the mesh (1, 1), and the same code.
+parallelism). One device is the mesh (1, 1), and the same code. With several processes each holds
+whole rows of the mesh, and so the rows of a batch that it packed itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from copc_jax import model
@@ -20,23 +22,33 @@ RULES = {"embed": "data", "heads": "model", "mlp": "model", "vocab": "model"}
 
 
 def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lay out the first data * model devices.
+    """Lay out data * model devices: the first ones of each process, process by process.
 
     Raises:
-        ValueError: when there are not as many.
+        ValueError: when there are not as many, or when `data` does not split over the processes.
     """
     available = jax.devices() if devices is None else devices
-    needed = data * model
-    if needed < 1 or needed > len(available):
+    processes = sorted({device.process_index for device in available})
+    needed, each = data * model, data * model // len(processes)
+    chosen = [
+        device
+        for process in processes
+        for device in [x for x in available if x.process_index == process][:each]
+    ]
+    if data % len(processes):
+        raise ValueError(
+            f"a mesh of {data} x {model} cannot split its rows over {len(processes)} processes: "
+            f"data must be a multiple of {len(processes)}"
+        )
+    if needed < 1 or len(chosen) < needed:
         raise ValueError(
             f"a mesh of {data} x {model} needs {needed} devices, {len(available)} are available"
         )
     # The default axis type, Explicit, refuses gathers from a split embedding.
-    return jax.make_mesh(
-        (data, model),
+    return Mesh(
+        np.asarray(chosen, dtype=object).reshape(data, model),
         ("data", "model"),
         axis_types=(AxisType.Auto, AxisType.Auto),
-        devices=list(available[:needed]),
     )
 
 

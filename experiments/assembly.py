@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from copc_jax import access, data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import PAPER_MODELS, TASK_FILE, RunConfig
+from copc_jax.distributed import PeerError
 from copc_jax.model import ModelConfig
 from copc_jax.rollout.client import RolloutError, SGLangClient
 from copc_jax.rollout.collector import Collector
@@ -44,6 +45,7 @@ START_ERRORS = (
     SandboxError,
     VerifierError,
     CheckpointError,
+    PeerError,
     RecordingError,
     FileExistsError,
     FileNotFoundError,

@@ -19,9 +19,16 @@ import numpy as np
 from copc_jax import data, staging
 from copc_jax.checkpoint import config_differences
 from copc_jax.config import CONFIG_FILE, RunConfig, from_json, to_dict
+from copc_jax.distributed import Processes, process_seed
 from copc_jax.methods import METHODS
 from copc_jax.rollout.client import SamplingParams
-from copc_jax.rollout.collector import Collector, PromptIterator, decode_state, encode_state
+from copc_jax.rollout.collector import (
+    Collector,
+    PromptIterator,
+    deal_states,
+    decode_state,
+    encode_state,
+)
 from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.gap import LogprobGap, Reference
 from copc_jax.rollout.launch import ServerProcess
@@ -34,7 +41,8 @@ RECORDING_DIR = "recording"
 # Settings of a recorded run that a replay may change: what is done with the data, never what it is.
 REPLAY_MAY_DIFFER = (
     *("method", "loss", "actor", "critic", "critic_warmup_updates", "lora", "truncated"),
-    *("updates", "micro_batches", "remat", "logprob_chunk", "mesh", "cpus", "preset", "check"),
+    *("updates", "micro_batches", "remat", "logprob_chunk", "cpus", "preset", "check"),
+    *("mesh", "distributed"),
     *("record", "replay", "resume", "run_dir", "cache_dir", "checkpoint_every"),
     *("keep_checkpoints", "eval", "viewer", "rollout.urls", "rollout.control_urls"),
     "rollout.api_key",
@@ -111,6 +119,7 @@ class Generator:
         host: host part of the checkpoint that the run goes on from, {} at its start.
         recorder: keeps every batch that is handed out.
         train: whether to sample batches; evaluations alone need none.
+        processes: those of the run; each has a generator of its own, for its share of each batch.
     """
 
     def __init__(
@@ -124,8 +133,10 @@ class Generator:
         host: Mapping[str, Any],
         recorder: Recorder | None = None,
         train: bool = True,
+        processes: Processes,
     ):
         self.config, self.parts, self.run_dir = config, parts, run_dir
+        self.processes = processes
         self.staleness = config.staleness
         self.length: int | None = None
         self._folder, self._save_weights, self._host = folder, save_weights, host
@@ -147,13 +158,14 @@ class Generator:
         self._stack.__exit__(*exception)
 
     def _start_server(self, stack: contextlib.ExitStack) -> ServerProcess | None:
+        index, urls = self.processes.index, own_urls(self.config, self.processes)
         self._key = assembly.server_key(self.config)
-        log = self.run_dir / "server.log"
+        log = self.run_dir / ("server.log" if index == 0 else f"server-{index}.log")
         server = assembly.launch(self.config, self._folder, log, self._key)
         if server is not None:
             stack.enter_context(server)
             stack.enter_context(_watch(server))
-        self.urls = self.config.rollout.urls or (server.url,)  # pyright: ignore[reportOptionalMemberAccess]
+        self.urls = urls or (server.url,)  # pyright: ignore[reportOptionalMemberAccess]
         return server
 
     def _start_collector(self, stack: contextlib.ExitStack) -> Collector:
@@ -183,20 +195,20 @@ class Generator:
             publish=self._gap.publish,
             prompts=self._prompts(),
             admission=staging.Admission(
-                config.batch_size,
+                config.batch_size // self.processes.count,
                 # A replay may be of less than a method needs, and nothing is admitted then.
                 max(config.staleness, method.minibatches - 1),
                 mode=config.staleness_mode,
                 updates_per_batch=method.minibatches,
             ),
             samples_per_prompt=config.samples_per_prompt,
-            seed=config.seed,
+            seed=process_seed(config.seed, self.processes.index),
             max_in_flight=config.rollout.max_in_flight,
             keep_group=_varied if method.dynamic_sampling else None,
             stall_timeout_s=config.rollout.stall_seconds,
         )
-        if "collector" in self._host:
-            collector.restore(decode_state(self._host["collector"]))
+        if self._host:
+            collector.restore(self._saved_state())
         stack.enter_context(collector)
         collector.enter(self.client)
         collector.call(self.client.check(wait_s=5.0))
@@ -212,10 +224,36 @@ class Generator:
             config.seed,
             max_prompt_tokens=config.rollout.max_tokens // 2,
             encode=self.parts.task.encode_prompt,
+            process_index=self.processes.index,
+            process_count=self.processes.count,
         )
 
+    def _saved_state(self) -> dict[str, Any]:
+        """Return the state of this process's collector, dealt anew to another number of them."""
+        count = self.processes.count
+        states = [decode_state(each) for each in saved_collectors(self._host)]
+        if len(states) == count:
+            return states[self.processes.index]
+        groups = [group for state in states for group in state["groups"]]
+        samples = self.config.samples_per_prompt
+        flying = sum(len(group["results"]) < samples for group in groups)
+        print(
+            f"saved by {len(states)} processes, continued by {count}: {len(groups) - flying} "
+            f"finished prompts are dealt anew, {flying} in flight start again; until the end of "
+            "this epoch some prompts come twice and others not",
+            flush=True,
+        )
+        return deal_states(
+            states,
+            data.deal_positions([state["prompts"] for state in states], count),
+            [process_seed(self.config.seed, index) for index in range(count)],
+        )[self.processes.index]
+
     def next_batch(self, batch: int) -> list[Trajectory]:
-        """As `Source` says; its trajectories are in the order of submission."""
+        """As `Source` says: this process's share of it, in the order of submission."""
+        return self.processes.together("the batch", lambda: self._next_batch(batch))[0]
+
+    def _next_batch(self, batch: int) -> list[Trajectory]:
         trajectories = self.collector.next_batch(batch)
         if self._recorder is not None:
             self._recorder.write(batch, trajectories)
@@ -229,22 +267,29 @@ class Generator:
         self._save_weights(folder)
         self.collector.publish(folder.resolve(), version)
         self._weights.append(folder)
-        published = self.collector.published_version
+        published = self.processes.gather("published", self.collector.published_version)
         while (
-            published is not None
+            None not in published
             and len(self._weights) > 2
-            and _number(self._weights[1]) <= published
+            and _number(self._weights[1]) <= min(published)
         ):
-            shutil.rmtree(self._weights.pop(0), ignore_errors=True)
+            old = self._weights.pop(0)
+            if self.processes.first:
+                shutil.rmtree(old, ignore_errors=True)
 
     def wait_published(self) -> None:
         """As `Source` says."""
+        self.processes.together("the publication", self._wait_published)
+
+    def _wait_published(self) -> None:
         self.collector.wait_published()
         self.collector.call(self._gap.check())
 
     def evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """As `Source` says; training episodes go on beside."""
-        return evaluate.held_out(self.collector, self.client, self.config, self.parts, prompts)
+        return evaluate.held_out(
+            self.collector, self.client, self.config, self.parts, prompts, self.processes
+        )
 
     def sampled_by(self, version: int) -> bool:
         """As `Source` says."""
@@ -252,15 +297,48 @@ class Generator:
 
     def compare(self, version: int, references: Sequence[Reference]) -> None:
         """As `Source` says."""
-        self.collector.call(self._gap.offer(version, references))
+        self.processes.together(
+            "the comparison", lambda: self.collector.call(self._gap.offer(version, references))
+        )
 
     def state(self, batches: int) -> dict[str, Any]:
-        """As `Source` says."""
-        return {"collector": encode_state(self.collector.state(batches))}
+        """As `Source` says; the states of all processes, each of which has the same then."""
+        state, _ = self.processes.together("the state", lambda: self.collector.state(batches))
+        states = self.processes.gather_bytes("the state", encode_state(state))
+        return {"collector": states[0], "others": states[1:]}
 
     def figures(self) -> dict[str, float]:
         """As `Source` says."""
         return self._accounts.since_last() | self.collector.call(self._gap.since_last())
+
+
+def saved_collectors(host: Mapping[str, Any]) -> list[bytes]:
+    """Return the encoded collector states of a checkpoint, of process 0 first."""
+    return [host["collector"], *host.get("others", ())]
+
+
+def own_urls(config: RunConfig, processes: Processes) -> tuple[str, ...]:
+    """Return the running servers that this process uses; () when it starts one.
+
+    Raises:
+        ValueError: they cannot be told apart between the processes.
+    """
+    urls = config.rollout.urls
+    lists = processes.gather("rollout.urls", list(urls))
+    everything = [url for one in lists for url in one]
+    if processes.count == 1 or not everything:
+        return urls
+    if all(lists) and len(set(everything)) == len(everything):
+        return urls
+    same = all(one == lists[0] for one in lists)
+    if same and len(urls) >= processes.count and not config.rollout.control_urls:
+        return urls[processes.index :: processes.count]
+    raise ValueError(
+        f"rollout.urls must give each of the {processes.count} processes servers of its own, as it "
+        "alone updates their weights: one list of at least as many addresses, of which each takes "
+        "its share, or for each process a list of its own (behind routers, a router with its own "
+        "workers in control_urls)"
+    )
 
 
 class Replay:

@@ -36,6 +36,7 @@ import numpy as np
 
 from copc_jax import data, hf, metrics
 from copc_jax.config import RunConfig, parse_command, refuse
+from copc_jax.distributed import Processes
 from copc_jax.rollout.client import RolloutError, SamplingParams, SGLangClient
 from copc_jax.rollout.collector import Collector, episode_seed
 from copc_jax.rollout.episode import EpisodeFailed, run_episode
@@ -103,8 +104,17 @@ def held_out(
     config: RunConfig,
     parts: assembly.Parts,
     prompts: Sequence[Prompt],
+    processes: Processes | None = None,
 ) -> dict[str, float]:
     """Play every prompt once, greedily, on a collector that runs.
+
+    Args:
+        collector: of this process.
+        client: of its servers.
+        config: of the run.
+        parts: of the run.
+        prompts: all of them; of several processes each plays its share.
+        processes: those of the run; None is one.
 
     Returns:
         The task's score (`em` or `accuracy`), such as `em` with `em_low` and `em_high` (Wilson
@@ -112,11 +122,19 @@ def held_out(
         episode, and the share of `truncated` episodes.
     """
     play = _player(config, EvaluationConfig(), parts, client)
-    episodes = collector.evaluate(
-        lambda prompt: play(prompt, 0), prompts, config.rollout.max_in_flight
+    processes = processes or Processes()
+    share = prompts[processes.index :: processes.count]
+    _, told = processes.together(
+        "the evaluation",
+        lambda: collector.evaluate(
+            lambda prompt: play(prompt, 0), share, config.rollout.max_in_flight
+        ),
+        lambda episodes: [(episode.info, episode.status) for episode in episodes],
     )
+    outcomes = [told[i % processes.count][i // processes.count] for i in range(len(prompts))]
+    infos = [info for info, _ in outcomes]
     name = parts.task.score_name
-    right = np.asarray([episode.info.get(name, 0.0) for episode in episodes])
+    right = np.asarray([info.get(name, 0.0) for info in infos])
     low, high = metrics.confidence_interval(int(right.sum()), len(right))
     result = {
         name: float(right.mean()),
@@ -127,9 +145,9 @@ def held_out(
     for source in sorted({prompt.source for prompt in prompts}):
         chosen = np.asarray([prompt.source == source for prompt in prompts])
         result[f"{name}_{source.replace('-', '')}"] = float(right[chosen].mean())
-    for figure in sorted({figure for episode in episodes for figure in episode.info} - {name}):
-        result[figure] = float(np.mean([episode.info.get(figure, 0.0) for episode in episodes]))
-    result["truncated"] = float(np.mean([episode.status == "truncated" for episode in episodes]))
+    for figure in sorted({figure for info in infos for figure in info} - {name}):
+        result[figure] = float(np.mean([info.get(figure, 0.0) for info in infos]))
+    result["truncated"] = float(np.mean([status == "truncated" for _, status in outcomes]))
     return result
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import assembly
+import batch_sources
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     state, host = Checkpointer(options.run_dir / "checkpoints").restore(None, like)
     held = [
         Trajectory(**fields)
-        for group in decode_state(host["collector"])["groups"]
+        for state in batch_sources.saved_collectors(host)
+        for group in decode_state(state)["groups"]
         for fields in group["results"]
     ]
     chosen = [

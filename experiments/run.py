@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -32,10 +33,33 @@ import numpy as np
 import psutil
 import sft
 
-from copc_jax import access, data, hf, memory, metrics, model, sharding, staging, viewer
+from copc_jax import (
+    access,
+    data,
+    distributed,
+    hf,
+    memory,
+    metrics,
+    model,
+    sharding,
+    staging,
+    viewer,
+)
 from copc_jax.analysis import finish
-from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract
-from copc_jax.config import PAPER_MODELS, RunConfig, parse, refuse, sources, to_dict, to_json
+from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract, config_differences
+from copc_jax.config import (
+    PAPER_MODELS,
+    DistributedConfig,
+    MeshConfig,
+    RunConfig,
+    parse,
+    refuse,
+    require_processes,
+    sources,
+    to_dict,
+    to_json,
+)
+from copc_jax.distributed import PeerError
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
 from copc_jax.rollout.collector import CollectorError
@@ -53,12 +77,18 @@ RUN_ERRORS = (
 # Settings that a resumed run may change: how long and how it is watched, never what is computed.
 MAY_DIFFER = (
     *("updates", "resume", "run_dir", "cache_dir", "checkpoint_every", "keep_checkpoints"),
-    *("record", "replay"),
-    *("eval", "viewer", "cpus", "mesh", "rollout.urls", "rollout.control_urls", "rollout.launch"),
-    *("rollout.api_key", "rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
+    *("record", "replay", "eval", "viewer", "cpus", "mesh", "distributed", "rollout.api_key"),
+    *("rollout.urls", "rollout.control_urls", "rollout.launch"),
+    *("rollout.sglang_python", "rollout.sglang_device", "rollout.sglang_args"),
     *("rollout.logprob_gap_limit", "rollout.logprob_gap_trajectories"),
     *("rollout.slots", "rollout.timeout_seconds"),
     *("rollout.deadline_seconds", "rollout.stall_seconds", "rollout.max_in_flight"),
+)
+
+# Settings that each process of a run may have of its own.
+OWN_SETTINGS = (
+    *("distributed.process_id", "run_dir", "resume", "cache_dir", "cpus"),
+    *("rollout.urls", "rollout.control_urls"),
 )
 
 
@@ -83,15 +113,25 @@ def main(arguments: list[str] | None = None) -> Path:
         with _Interrupts() as interrupts, contextlib.ExitStack() as stack:
             try:
                 assembly.prepare_process(config, config.cpus[0] if config.cpus else None)
-                run_dir.mkdir(parents=True, exist_ok=True)
+                processes = stack.enter_context(
+                    distributed.start(config.distributed, interrupts.allowed)
+                )
+                run_dir = _shared_folder(run_dir, processes)
+                if not processes.first:
+                    log = stack.enter_context(
+                        (run_dir / f"process-{processes.index}.log").open("a")
+                    )
+                    stack.enter_context(contextlib.redirect_stdout(log))
                 print(f"run folder: {run_dir}", flush=True)
-                run = Run(config, run_dir, " ".join(arguments), interrupts, started)
+                run = Run(config, run_dir, " ".join(arguments), interrupts, started, processes)
                 stack.enter_context(run)
             except assembly.START_ERRORS as error:
                 refuse(error)
             run.train()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    if not processes.first:
+        return run_dir
     # A run may keep no episodes.
     with contextlib.suppress(FileNotFoundError):
         print(f"episodes: {viewer.write_page(run_dir)}")
@@ -140,7 +180,7 @@ def check(config: RunConfig) -> None:
 def _say_memory(config: RunConfig, settings: LearnerConfig) -> None:
     print(f"learner's memory on each device of a mesh {config.mesh.data} x {config.mesh.model}, GB")
     mesh = (config.mesh.data, config.mesh.model)
-    shape = (config.batch_size, config.rollout.max_tokens)
+    shape = (config.rows, config.rollout.max_tokens)
     print(memory.device_memory(settings, *mesh, *shape).table(), flush=True)
 
 
@@ -176,7 +216,7 @@ def abstract_state(learner: Learner, sizes: model.ModelConfig) -> Any:
 
 def abstract_batch(learner: Learner, config: RunConfig) -> Batch:
     """Shapes and shardings of a batch as the run packs it."""
-    shape = (config.batch_size, config.rollout.max_tokens)
+    shape = (config.rows, config.rollout.max_tokens)
     integers, floats, truths = (
         jax.ShapeDtypeStruct(shape, kind, sharding=learner.batch_sharding)
         for kind in (np.int32, np.float32, np.bool_)
@@ -203,8 +243,10 @@ class Run:
         command: str,
         interrupts: _Interrupts,
         started: float,
+        processes: distributed.Processes,
     ):
         self.config, self.run_dir, self.command = config, run_dir, command
+        self.processes = processes
         self._interrupts, self._started = interrupts, started
         self.method = METHODS[config.method]
         self._stack = contextlib.ExitStack()
@@ -221,16 +263,18 @@ class Run:
         self._stack.__exit__(*exception)
 
     def _start(self, stack: contextlib.ExitStack) -> None:
-        config, run_dir = self.config, self.run_dir
+        config, run_dir, processes = self.config, self.run_dir, self.processes
+        _check_processes(config, processes)
         checkpoints = Checkpointer(run_dir / "checkpoints", config.keep_checkpoints)
-        resumed = self._resumed_step(checkpoints)
+        resumed = processes.decided("the checkpoint", self._resumed_step(checkpoints))
         self.checkpoints = stack.enter_context(checkpoints)
         if config.resume is None and (run_dir / metrics.METRICS_FILE).exists():
             raise FileExistsError(f"{run_dir} holds another run: --resume it, or name another one")
-        weights = run_dir / "weights"
-        # Those of an earlier process too; left last, when no server reads them any more.
-        shutil.rmtree(weights, ignore_errors=True)
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        if processes.first:
+            weights = run_dir / "weights"
+            # Those of an earlier process too; left last, when no server reads them any more.
+            shutil.rmtree(weights, ignore_errors=True)
+            stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
         recording = None if config.replay is None else batch_sources.open_recording(config)
         if config.preset is not None:
@@ -240,7 +284,7 @@ class Run:
         self.learner = self._build_learner()
         host: dict[str, Any] = {}
         if resumed is None:
-            folder = sft.warm_start(config, self.parts)
+            folder = self._warm_start()
             params, _ = hf.load_hf(folder, shardings=self.learner.params_sharding)
             self.state = self.learner.init(params)
             # The state has its own copy.
@@ -263,8 +307,9 @@ class Run:
         elif config.record:
             recorder = batch_sources.start_recording(config, self.parts, run_dir, folder, host)
         # Only now: a refused resume must not replace the configuration of the run.
-        (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
-        if config.resume is None:
+        if processes.first:
+            (run_dir / metrics.CONFIG_FILE).write_text(to_json(config) + "\n")
+        if processes.first and config.resume is None:
             command = f"python experiments/run.py {self.command}\n"
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
@@ -273,7 +318,12 @@ class Run:
         self._step = self._compile_step(stack)
         self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
         generator = functools.partial(
-            batch_sources.Generator, config, self.parts, run_dir, save_weights=self._save_weights
+            batch_sources.Generator,
+            config,
+            self.parts,
+            run_dir,
+            save_weights=self._save_weights,
+            processes=processes,
         )
         self.source: batch_sources.Source
         if recording is None:
@@ -289,7 +339,10 @@ class Run:
                 total_steps=self._last_version,
                 resume_step=-1 if resumed is None and config.resume else resumed,
             )
+            if processes.first
+            else metrics.NoLog()
         )
+        self._started_before = processes.decided("the log", self.log.last_step >= 0)
         self._usage = _Usage(lambda: self.source.server)
 
     def _start_evaluations(
@@ -345,8 +398,43 @@ class Run:
             _say_memory(config, settings)
         return build_learner(settings, mesh)
 
+    def _warm_start(self) -> Path:
+        """Return the HF folder of the weights before the first update.
+
+        Of several processes the first trains it, on devices of its own: the others have nothing to
+        add, and read it from the run folder.
+        """
+        config, processes = self.config, self.processes
+        if processes.count == 1:
+            return sft.warm_start(config, self.parts)
+        if self.parts.folder is not None and not config.sft.updates:
+            return self.parts.folder
+        folder = self.run_dir / "weights" / "start"
+        alone = dataclasses.replace(
+            config,
+            mesh=MeshConfig(config.mesh.data // processes.count, config.mesh.model),
+            distributed=DistributedConfig(),
+        )
+
+        def train() -> None:
+            made = sft.warm_start(alone, self.parts)
+            shutil.copytree(made, folder)
+
+        self._by_first("the warm start", train)
+        return folder
+
+    def _by_first(self, what: str, work: Callable[[], None]) -> None:
+        """Have process 0 do what is done once; the others wait until it is done."""
+        self.processes.together(what, work if self.processes.first else lambda: None)
+
     def train(self) -> None:
         """Evaluate, update until the end, evaluate again; Ctrl-C and SIGTERM leave a checkpoint."""
+        # Alone, a process may be interrupted anywhere; several stop where all are at one place.
+        alone = self.processes.count == 1
+        with contextlib.nullcontext() if alone else self._interrupts.held():
+            self._train()
+
+    def _train(self) -> None:
         warmup, updates = self.config.critic_warmup_updates, self._last_version
         if self.method.critic and warmup >= updates:
             self._say(
@@ -363,13 +451,15 @@ class Run:
         try:
             self.source.publish(self.version)
             self.source.wait_published()
-            if self.log.last_step < 0:
+            if not self._started_before:
                 self.log.log(0, self._evaluate(final=True))
             while self.version < self._last_version:
                 self._update()
             self._save()
             self._export(self.run_dir / "model")
         except KeyboardInterrupt:
+            if not self.processes.in_step:
+                raise
             self._say(f"stopped at update {self.version}, saving a checkpoint")
             self._leave_checkpoint()
             raise
@@ -384,6 +474,8 @@ class Run:
     def _leave_checkpoint(self) -> None:
         """Save what there is: between updates the state is whole, whatever became of the rest."""
         try:
+            if not self.processes.in_step:
+                raise PeerError("it takes all processes")
             if self.config.staleness_mode == "exact":
                 # What is in flight must belong to the version in the checkpoint.
                 self.source.publish(self.version)
@@ -397,20 +489,26 @@ class Run:
         self._say(f"continue with --resume {self.run_dir}")
 
     def _save_weights(self, folder: Path) -> None:
-        hf.save_hf(folder, self.learner.policy_params(self.state), self.parts.model)
+        params = self.processes.whole(self.learner.policy_params(self.state))
+        self._by_first("the weights", lambda: hf.save_hf(folder, params, self.parts.model))
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""
-        hf.save_hf(
-            folder,
-            self.learner.policy_params(self.state),
-            self.parts.model,
-            tokenizer_json=self.parts.tokenizer.to_str(),
-            extra_files=sft.side_files(self.parts),
+        params = self.processes.whole(self.learner.policy_params(self.state))
+        self._by_first(
+            "the model",
+            lambda: hf.save_hf(
+                folder,
+                params,
+                self.parts.model,
+                tokenizer_json=self.parts.tokenizer.to_str(),
+                extra_files=sft.side_files(self.parts),
+            ),
         )
 
     def _update(self) -> None:
         config, clock = self.config, _Clock()
+        self.processes.where = f"update {self.version}"
         self.log.status("waiting for rollouts")
         trajectories = self.source.next_batch(self.batches)
         clock.lap("learner/wait_seconds")
@@ -418,9 +516,12 @@ class Run:
         self.log.status("learner step")
         batch, packed = self._pack(trajectories)
         lag = staging.staleness_stats(trajectories, self.version, updates=self.method.minibatches)
-        device_batch = jax.device_put(batch, self.learner.batch_sharding)
+        device_batch = self.processes.place(
+            batch, self.method.minibatches, self.learner.batch_sharding
+        )
         step = self._step.result()
         values: dict[str, Any] = {}
+        complete = False
         try:
             # The step donates the state: between the two there is nothing that could be saved.
             with self._interrupts.held():
@@ -452,11 +553,13 @@ class Run:
             if self.batches % config.checkpoint_every == 0 and not last:
                 self._save()
             clock.lap("learner/checkpoint_seconds")
+            complete = True
         finally:
-            # An update that was made has its line, also when what follows it fails.
+            # An update that was made has its line, also when what follows it fails everywhere.
             with self._interrupts.held():
-                if values:
+                if values and (complete or self.processes.in_step):
                     values |= clock.laps | self.source.figures() | self._usage.since_last()
+                    values = metrics.merged(self.processes.gather("the figures", values))
                     self.log.log(self.version, values, self._histograms(batch, trajectories))
         every = config.viewer.every
         if every is None:
@@ -465,14 +568,14 @@ class Run:
             self._record_episodes(device_batch, targets, packed)
 
     def _pack(self, trajectories: list[Trajectory]) -> tuple[Batch, list[staging.PackStats]]:
-        """Pack a batch to its fixed shape; each minibatch has rows of its own."""
+        """Pack this process's share of each minibatch to its fixed shape."""
         config, parts = self.config, self.method.minibatches
         size = len(trajectories) // parts
         group = "scaled" if self.method.group else None
         packed = [
             staging.pack(
                 trajectories[i * size : (i + 1) * size],
-                rows=config.batch_size // parts,
+                rows=config.rows // parts // self.processes.count,
                 time=config.rollout.max_tokens,
                 learner_version=self.version,
                 staleness=self.source.staleness,
@@ -487,6 +590,10 @@ class Run:
         batch = jax.tree.map(lambda *x: np.concatenate(x), *(b for b, _ in packed))
         return batch, [stats for _, stats in packed]
 
+    def _own_rows(self, array: jax.Array) -> np.ndarray:
+        """Return the rows of the whole batch that `_pack` packed here, in the same order."""
+        return self.processes.own(array, self.method.minibatches)
+
     def _compare_logprobs(
         self, batch: Batch, packed: list[staging.PackStats], targets: Targets, version: int
     ) -> dict[str, float]:
@@ -495,8 +602,8 @@ class Run:
         Raises:
             RolloutError: they differ by more than the limit.
         """
-        logprob = jax.device_get(targets.policy_logprob)
-        places = _places(batch, packed)
+        logprob = self._own_rows(targets.policy_logprob)
+        places = _places(len(logprob), packed)
         count = min(self.config.rollout.logprob_gap_trajectories, len(places))
         references = []
         for index in range(count):
@@ -507,19 +614,23 @@ class Run:
         self.source.compare(version, references)
         fresh = batch.is_action & (batch.weight_version == version)
         limit = self.config.rollout.logprob_gap_limit
-        return decode_gap(logprob[fresh], batch.behavior_logprob[fresh], version, limit)
+        figures, _ = self.processes.together(
+            "the gap",
+            lambda: decode_gap(logprob[fresh], batch.behavior_logprob[fresh], version, limit),
+        )
+        return figures
 
     def _record_episodes(
         self, batch: Batch, targets: Targets, packed: list[staging.PackStats]
     ) -> None:
-        """Keep some episodes of a trained batch with the figures of their tokens."""
+        """Keep some episodes of a trained batch, process 0's, with the figures of their tokens."""
         advantage, gradient = self.learner.contributions(batch, targets)
         figures = {"policy_logprob": targets.policy_logprob, "ratio": targets.ratio}
         if self.method.critic:
             figures |= {"value": targets.value, "value_target": targets.value_target}
         figures |= {"advantage": advantage, "gradient": gradient}
-        figures = jax.device_get(figures)
-        places = _places(batch, packed)
+        figures = {name: self._own_rows(values) for name, values in figures.items()}
+        places = _places(len(figures["ratio"]), packed) if self.processes.first else []
         wanted = self.config.viewer.episodes
         for trajectory, row, place in places[:: max(len(places) // wanted, 1)][:wanted]:
             record = viewer.record(
@@ -628,9 +739,9 @@ class _Usage:
         return used, memory
 
 
-def _places(batch: Batch, packed: list[staging.PackStats]) -> list[tuple[Trajectory, int, slice]]:
-    """Where each trajectory stands in a batch: its row and its slots."""
-    rows = batch.reward.shape[0] // len(packed)
+def _places(rows: int, packed: list[staging.PackStats]) -> list[tuple[Trajectory, int, slice]]:
+    """Where each trajectory stands in a batch of so many rows: its row and its slots."""
+    rows //= len(packed)
     return [
         (trajectory, part * rows + row, slice(start, start + trajectory.token_ids.size))
         for part, stats in enumerate(packed)
@@ -685,7 +796,10 @@ def _episode_figures(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 class _Interrupts:
-    """Ctrl-C, and a scheduler's SIGTERM as the same; both can be held off for a moment."""
+    """Ctrl-C, and a scheduler's SIGTERM as the same; both can be held off.
+
+    A second one while the first is held off interrupts at once, whatever is lost by it.
+    """
 
     def __init__(self) -> None:
         self._held = self._pending = False
@@ -705,20 +819,71 @@ class _Interrupts:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Let what is inside finish, and interrupt after it."""
-        self._held = True
+        before, self._held = self._held, True
         try:
             yield
         finally:
-            self._held = False
-        if self._pending:
+            self._held = before
+        self._interrupt_now()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let what is inside be interrupted, within what is held off."""
+        before, self._held = self._held, False
+        try:
+            self._interrupt_now()
+            yield
+        finally:
+            self._held = before
+
+    def _interrupt_now(self) -> None:
+        if self._pending and not self._held:
             self._pending = False
             raise KeyboardInterrupt
 
     def _interrupt(self, *_: object) -> None:
-        if self._held:
+        if self._held and not self._pending:
             self._pending = True
         else:
+            self._pending = False
             raise KeyboardInterrupt
+
+
+def _shared_folder(run_dir: Path, processes: distributed.Processes) -> Path:
+    """Make the run folder, which process 0 names.
+
+    Raises:
+        FileNotFoundError: another process does not see it.
+    """
+    run_dir = Path(processes.decided("the run folder", str(run_dir)))
+
+    def make() -> None:
+        if processes.first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+
+    def look() -> None:
+        if not run_dir.is_dir():
+            raise FileNotFoundError(
+                f"{run_dir.absolute()}, the run folder of process 0, is not there: it must lie "
+                "where all processes see it under the same path"
+            )
+
+    processes.together("the run folder", make)
+    processes.together("the run folder", look)
+    return run_dir
+
+
+def _check_processes(config: RunConfig, processes: distributed.Processes) -> None:
+    """Refuse a run that cannot be split, or whose processes were given different settings."""
+    require_processes(config, processes.count)
+    mine = to_dict(config)
+    for index, other in enumerate(processes.gather("the settings", mine)):
+        differences = config_differences(other, mine, OWN_SETTINGS)
+        if differences:
+            raise ValueError(
+                f"processes {index} and {processes.index} have different settings: "
+                + "; ".join(differences)
+            )
 
 
 def _new_run_dir(config: RunConfig) -> Path:

@@ -71,7 +71,7 @@ def train_into(folder: Path, config: RunConfig, parts: assembly.Parts) -> None:
 
 def train(config: RunConfig, parts: assembly.Parts) -> model.Params:
     """Train on demonstrations, with a progress line, and return the parameters."""
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.model)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.model, jax.local_devices())
     init_optimizer, step = learner.build_sft(
         parts.model,
         config.sft.optimizer,

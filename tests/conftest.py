@@ -1,4 +1,4 @@
-"""Settings that every test shares: CPU only, four fake devices, strict shapes and types."""
+"""Settings that every test shares: CPU only, eight fake devices, strict shapes and types."""
 
 import os
 
@@ -8,7 +8,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import hypothesis
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -42,6 +42,22 @@ def test_a_preset_supplies_the_defaults_that_flags_replace():
     assert (config.updates, config.seed) == (7, 3)
 
 
+TWO_PROCESSES = ("--distributed.coordinator=host:1", "--distributed.processes=2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        (["--batch-size=64"], 64),
+        (["--batch-size=12"], 16),
+        (["--batch-size=12", "--micro-batches=1", "--mesh.data=8"], 16),
+        (["--batch-size=10", "--micro-batches=2", "--mesh.data=2", "--method=areal"], 16),
+    ],
+)
+def test_a_batch_has_a_row_a_trajectory_and_empty_ones_up_to_what_divides(arguments, rows):
+    assert parse(arguments).rows == rows
+
+
 @pytest.mark.parametrize("spelling", ["--batch-size=16", "--batch_size=16"])
 def test_flags_reach_their_fields(spelling):
     config = parse(
@@ -75,14 +91,24 @@ def test_flags_reach_their_fields(spelling):
         (["--staleness-mode=loose"], "--staleness-mode"),
         (["--batch-size=apple"], "--batch-size"),
         (["--batch-size=0"], "batch_size"),
-        (["--batch-size=12"], "micro_batches"),
+        (["--batch-size=13", "--method=areal"], "minibatches"),
         (["--batch-size=16", "--samples-per-prompt=3"], "samples_per_prompt"),
         (["--samples-per-prompt=0"], "samples_per_prompt"),
         (["--method=dapo"], "samples_per_prompt"),
         (["--method=sao", "--samples-per-prompt=2"], "samples_per_prompt"),
         (["--method=areal", "--staleness=0"], "minibatches"),
         (["--method=gspo", "--samples-per-prompt=4", "--truncated=bootstrap"], "critic"),
-        (["--mesh.data=3"], "mesh.data"),
+        (["--distributed.processes=2"], "coordinator"),
+        (["--distributed.processes=2", "--distributed.coordinator=host"], "host:port"),
+        (["--distributed.coordinator=host:1"], "processes"),
+        (["--distributed.process-id=1"], "process_id"),
+        (["--distributed.auto=True", "--distributed.coordinator=host:1"], "auto"),
+        ([*TWO_PROCESSES, "--mesh.data=3"], "mesh.data"),
+        ([*TWO_PROCESSES, "--mesh.data=2", "--batch-size=15"], "batch_size"),
+        (
+            [*TWO_PROCESSES, "--mesh.data=2", "--batch-size=12", "--samples-per-prompt=4"],
+            "samples_per_prompt",
+        ),
         (["--mesh.model=0"], "model"),
         (["--updates=0"], "updates"),
         (["--publish-every=4", "--staleness=2"], "publish_every"),

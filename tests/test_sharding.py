@@ -100,6 +100,14 @@ def test_training_compiles_once_and_keeps_moments_with_their_parameters():
     for moments in (adam.mu, adam.nu):
         assert jax.tree.map(lambda leaf: leaf.sharding, moments) == shardings
     assert adam.count.sharding == sharding.replicated(mesh)
+    # A quarter of all of it, and the norms, which are small and whole.
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((params, adam)))
+    held = dict.fromkeys(mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves((params, adam)):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert len(set(held.values())) == 1
+    assert whole / 4 <= held[mesh.devices[0, 0]] < 0.27 * whole
 
     traces = []
 
@@ -134,7 +142,7 @@ def test_moments_of_a_critic_follow_its_table_and_other_leaves_are_replicated():
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused():
     assert sharding.make_mesh(1, 1).size == 1
-    with pytest.raises(ValueError, match=r"3 x 2 needs 6 devices, 4 are available"):
-        sharding.make_mesh(3, 2)
+    with pytest.raises(ValueError, match=r"5 x 2 needs 10 devices, 8 are available"):
+        sharding.make_mesh(5, 2)
     with pytest.raises(ValueError, match="needs 0 devices"):
         sharding.make_mesh(0, 2)

@@ -801,6 +801,59 @@ class Collector:
         }
 
 
+def deal_states(
+    states: Sequence[dict[str, Any]], prompts: Sequence[Any], seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Deal the rollouts of some collectors to another number of them.
+
+    Finished groups and groups in flight keep their order, in which they are dealt out in turn; none
+    is lost, and none is trained on later than it would have been. Those in flight start again, with
+    new seeds.
+
+    Args:
+        states: of the collectors of all processes, after the same batch.
+        prompts: states of the new prompt iterators.
+        seeds: those of the new collectors.
+
+    Raises:
+        ValueError: the states are not of one batch.
+    """
+    batches = {state["consumed"] for state in states}
+    if len(batches) != 1:
+        raise ValueError(f"the states are of different batches: {sorted(batches)}")
+    count, samples = len(seeds), states[0]["samples_per_prompt"]
+    batch_size = sum(state["batch_size"] for state in states) // count
+    # Above all that were given: no seed comes twice.
+    first = max(state["submitted"] for state in states)
+    groups = sorted(
+        (group for state in states for group in state["groups"]), key=lambda group: group["index"]
+    )
+    nothing = dict.fromkeys(states[0]["counters"], 0)
+    total = {name: sum(state["counters"][name] for state in states) for name in nothing}
+    dealt = []
+    for process, (position, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        own = [
+            {**group, "index": first + number}
+            for number, group in enumerate(groups[process::count])
+        ]
+        finished = sum(len(group["results"]) == samples for group in own)
+        dealt.append(
+            {
+                **states[0],
+                "seed": seed,
+                "batch_size": batch_size,
+                "prompts": position,
+                "submitted": first + len(own),
+                "kept": states[0]["consumed"] * batch_size // samples + finished,
+                "lost_in_a_row": 0,
+                "filtered_since_batch": 0,
+                "counters": nothing if process else total,
+                "groups": own,
+            }
+        )
+    return dealt
+
+
 def encode_state(state: dict[str, Any]) -> bytes:
     """Return a state as the bytes of one npz file: a JSON text, and all its arrays end to end.
 

@@ -40,8 +40,8 @@ class LogprobGap:
     """Has servers score what the learner has scored, before they get newer weights.
 
     `publish` stands for the client's, and everything runs on its event loop. The servers take
-    turns. A request that fails, or is answered by other weights, is counted and
-    changes nothing else.
+    turns. A request that fails, or is answered by other weights, is counted and changes nothing
+    else.
     """
 
     def __init__(self, client: SGLangClient, *, limit: float):
