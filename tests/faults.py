@@ -43,6 +43,7 @@ import psutil
 from orbax.checkpoint import v1 as ocp
 from scripted_server import Behave, Change, Drop, FaultyProxy, ScriptedRouter, Status
 
+from copc_jax import access
 from copc_jax.factbook import build_factbook
 from copc_jax.metrics import read_metrics
 from copc_jax.rollout.launch import ServerProcess, launch_embedded
@@ -205,9 +206,14 @@ class Trial:
 
     def server_state(self) -> dict[str, Any]:
         """What the run's own rollout server is doing, nothing while it does not answer."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
             port = int((self.run_dir / "server.log.port").read_text())
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info", timeout=5) as reply:
+            # A run gives its server a key that nobody else is told.
+            key = self.server().environ().get(access.ROLLOUT_KEY, "")
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/server_info", headers={"Authorization": f"Bearer {key}"}
+            )
+            with urllib.request.urlopen(request, timeout=5) as reply:
                 return json.load(reply)["internal_states"][0]
         return {}
 
@@ -281,6 +287,7 @@ class World:
             slots=8,
             max_length=192,
             compilation_cache=self.cache / "compiled",
+            weight_roots=[self.folder],
             arguments=["--enable-deterministic-inference"],
         )
 
@@ -817,7 +824,7 @@ def strike(trial: Trial, fault: Fault) -> Outcome:
     resumed = re.search(r"resumed from update (\d+)", said)
     repeated = 0
     if trial.process is not process:
-        repeated = before - (int(resumed[1]) if resumed else 0)
+        repeated = max(before - (int(resumed[1]) if resumed else 0), 0)
     return Outcome(fault.name, line[0] if line else "", repeated, given_up(trial) - lost, seconds)
 
 

@@ -181,3 +181,15 @@ def test_another_number_of_updates_a_batch_keeps_the_lag_in_batches(recorded):
 
     for ours, theirs in zip(lag("areal", 2), lag("ppo", 2), strict=True):
         np.testing.assert_array_equal(ours, 2 * theirs)
+
+
+def test_other_contents_are_refused_by_name(recorded):
+    recording, config = Recording(recorded), RunConfig(replay=recorded)
+    check = lambda now: batch_sources.check_recording(
+        recording, config, None, None, {"recording": now}
+    )
+    # A method may make another number of updates on a batch.
+    check({**DESCRIPTION, "updates_per_batch": 2})
+    with pytest.raises(RecordingError) as refused:
+        check({**DESCRIPTION, "start": "def", "batch_size": 4})
+    assert "batch_size: recorded 3, now 4; start: recorded 'abc', now 'def'" in str(refused.value)

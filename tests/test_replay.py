@@ -150,38 +150,34 @@ def test_a_replay_by_the_same_method_is_the_same_run_without_a_server(recorded, 
             for child in psutil.Process(process.pid).children(recursive=True):
                 children.add(" ".join(child.cmdline()))
         time.sleep(0.1)
-    assert process.stdout is not None
-    output = process.stdout.read()
+    output, _ = process.communicate()
     assert process.returncode == 0, output
     assert "5 batches are recorded, 2 updates are made" in output
     assert not any("copc_jax.rollout.server" in child for child in children)
     assert not (run_dir / "server.log").exists()
-    # It goes on, and no further than there are batches.
-    output = finish(f"--resume={run_dir}", "--updates=50")
+    # It goes on, and no further than there are batches; a server is started to evaluate the end.
+    few = ["--eval.enabled=True", "--eval.every=0", "--eval.final-questions=4"]
+    output = finish(f"--resume={run_dir}", "--updates=50", *few)
     assert "resumed from update 2" in output and "5 updates are made" in output
     assert_same_learning(run_dir, recorded)
+    assert [row["step"] for row in read_metrics(run_dir) if "eval/em" in row] == [UPDATES]
     assert not (run_dir / "recording").exists()
 
 
-def test_another_method_sees_the_same_data_and_evaluates(recorded, tmp_path):
+def test_another_method_sees_the_same_data(recorded, tmp_path):
     run_dir = tmp_path / "ppo"
-    # Numbers of a server that is started for evaluations alone.
-    evaluated = ["--eval.enabled=True", "--eval.every=3", "--eval.questions=4"]
-    settings = [*evaluated, "--eval.final-questions=4", "--updates=4", "--method=ppo"]
-    finish(f"--replay={recorded}", f"--run-dir={run_dir}", *settings)
-    rows = read_metrics(run_dir)
-    assert [row["step"] for row in rows if "eval/em" in row] == [0, 3, 4]
+    finish(f"--replay={recorded}", f"--run-dir={run_dir}", "--updates=2", "--method=ppo")
     assert json.loads((run_dir / "config.json").read_text())["method"] == "ppo"
-    for ours, theirs in zip(rows[1:], read_metrics(recorded)[1:5], strict=True):
+    rows, others = read_metrics(run_dir)[1:], read_metrics(recorded)[1:3]
+    for ours, theirs in zip(rows, others, strict=True):
         for name in ("reward/mean", "length/mean", "batch/tokens", "batch/action_tokens"):
             assert ours[name] == theirs[name], name
         for name in ("lag/histogram", "lag/mean", "task/turns", "reward/em"):
             assert ours[name] == theirs[name], name
     # At the first update both are the warm start.
-    first, theirs = rows[1], read_metrics(recorded)[1]
     for name in ("coupling/ratio", "coupling/log_ratio_std", "coupling/mask_kept"):
-        assert first[name] == pytest.approx(theirs[name], abs=1e-6), name
-    assert first["rollout/decode_gap_max"] < 1e-4
+        assert rows[0][name] == pytest.approx(others[0][name], abs=1e-6), name
+    assert rows[0]["rollout/decode_gap_max"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -204,25 +200,6 @@ def test_other_data_are_refused_by_name(flags, message, recorded, tmp_path, caps
         run.main([f"--replay={recorded}", f"--run-dir={tmp_path / 'run'}", *flags])
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-def test_contents_that_differ_are_refused_by_name(recorded, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(recorded / "recording", other / "recording")
-    shutil.copy(recorded / "config.json", other)
-    file = other / "recording" / "recording.json"
-    manifest = json.loads(file.read_text())
-    manifest["description"] |= {"tokenizer": "of another", "start": "of another"}
-    file.write_text(json.dumps(manifest))
-    done = subprocess.run(
-        command(f"--replay={other}", f"--run-dir={tmp_path / 'run'}"),
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "tokenizer: recorded 'of another', now" in done.stderr
-    assert "start: recorded 'of another', now" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_run_without_a_recording_cannot_be_replayed(recorded, tmp_path, capsys):

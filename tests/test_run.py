@@ -21,6 +21,7 @@ from scripted_server import Behave, ScriptedServer
 
 from copc_jax import hf
 from copc_jax.config import parse
+from copc_jax.distributed import Processes
 from copc_jax.metrics import read_metrics
 
 KEY = "sk-5Rk2wE_not-a-word_q8"
@@ -149,6 +150,7 @@ def test_weights_stay_until_every_server_has_taken_newer_ones(cache, tmp_path):
             folder=tmp_path,
             save_weights=lambda folder: folder.mkdir(parents=True),
             host={},
+            processes=Processes(),
         )
         with source:
             source.publish(0)
