@@ -508,9 +508,10 @@ class RunConfig:
 
     task: Literal["search", "math"] = "search"
     """What is trained on; chooses the defaults of everything else."""
-    preset: Literal["paper-search", "paper-math"] | None = None
-    """Settings of the paper's runs, those that it states and assumptions for the others; needs
-    `--model=FOLDER` with the checkpoint. `--check=True` shows which are which."""
+    preset: Literal["quick", "paper-search", "paper-math"] | None = None
+    """"quick": the task with half the episodes an update, and short evaluations, for sweeps. The
+    others: settings of the paper's runs, those that it states and assumptions for
+    the others; need `--model=FOLDER` with the checkpoint. `--check=True` shows which are which."""
     check: bool = False
     """Only print where the settings of a preset come from and what the learner takes of each
     device's memory, compile its step without weights, and stop."""
@@ -606,7 +607,7 @@ class RunConfig:
             f"method {self.method!r} is unknown; choose one of {', '.join(METHODS)}",
         )
         _require(
-            self.preset in (None, f"paper-{self.task}"),
+            self.preset in (None, "quick", f"paper-{self.task}"),
             f"preset {self.preset} is not one of task {self.task}: give paper-{self.task}, or no "
             "task beside it",
         )
@@ -877,10 +878,25 @@ PRESETS: dict[str, RunConfig] = {
     ),
 }
 
+# Half the episodes of an update, and short evaluations, all of the same questions. Model and warm
+# start stay those of the task: the warm start of a smaller model knew too little to learn from.
+for _task in ("search", "math"):
+    PRESETS[f"{_task}/quick"] = dataclasses.replace(
+        PRESETS[_task],
+        preset="quick",
+        updates=200,
+        batch_size=32,
+        micro_batches=4,
+        eval=EvalConfig(every=20, questions=256, final_questions=256),
+        viewer=ViewerConfig(every=0),
+        checkpoint_every=100,
+        keep_checkpoints=1,
+    )
+
 
 def sources(config: RunConfig) -> list[str]:
     """Give one line a setting of the run's preset: its value, and where that comes from."""
-    if config.preset is None:
+    if config.preset not in PAPER_SOURCES:
         return []
     preset = PRESETS[config.preset]
     lines = []
@@ -956,7 +972,9 @@ def _default(arguments: Sequence[str], presets: Mapping[str, RunConfig]) -> RunC
     folder, task = _flag(arguments, "--resume"), _flag(arguments, "--task")
     recorded = _flag(arguments, "--replay")
     first = next(iter(presets))
-    special = [_flag(arguments, f"--search.{name}") for name in ("corpus", "format")]
+    special = [
+        _flag(arguments, name) for name in ("--preset", "--search.corpus", "--search.format")
+    ]
     names = [*(f"{task or first}/{name}" for name in special), task, first]
     default = next(presets[name] for name in names if name in presets)
     if folder is not None:
@@ -1033,7 +1051,8 @@ def _for_replay(folder: Path, presets: Mapping[str, RunConfig], method: str | No
         return config
     prescribed = METHODS[saved.method].warmup_updates.get(saved.task)
     if prescribed is not None and prescribed == saved.actor.warmup_updates:
-        warmup = presets[saved.preset or saved.task].actor.warmup_updates
+        quick = f"{saved.task}/quick" if saved.preset == "quick" else None
+        warmup = presets[quick or saved.preset or saved.task].actor.warmup_updates
         actor = dataclasses.replace(saved.actor, warmup_updates=warmup)
         config = dataclasses.replace(config, actor=actor)
     return for_method(config, method)

@@ -262,7 +262,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
     def for_actor(targets: Targets, batch: Batch) -> ActorInputs:
         """Whiten last and over the whole batch: returns themselves stay linear in the reward."""
         advantage = targets.advantage
-        if method.whiten:
+        if method.whiten if loss_config.whiten is None else loss_config.whiten:
             advantage = returns.whiten(advantage, batch.is_action)
         kept = None
         if method.token_mask is not None:

@@ -239,7 +239,8 @@ def copc_actor_loss(
         loss = -reduce( sg(1[low <= r <= high]) * r * A ),   r = pi / mu
 
     The mask is not differentiated, and unlike a PPO clip it drops tokens on both sides whatever the
-    sign of A.
+    sign of A. Further metric: `restoring`, tokens outside the interval whose update would lead back
+    (A > 0 below it, A < 0 above it).
 
     Args:
         policy_logprob: see the module.
@@ -277,7 +278,12 @@ def copc_actor_loss(
         clip_high=above,
         kept=~dropped,
         counted=None if mask_in_denominator else is_action & ~dropped,
+        restoring=_restoring(below, above, advantage),
     )
+
+
+def _restoring(below: Array, above: Array, advantage: Array) -> Array:
+    return (below & (advantage > 0)) | (above & (advantage < 0))
 
 
 def _clipped_objective(
@@ -511,6 +517,7 @@ def _policy_gradient_loss(
     clip_low: Array,
     clip_high: Array,
     kept: Array,
+    **more: Array,
 ) -> tuple[Array, Metrics]:
     """Return `-reduce( sg(weight) * A * log pi )`: the gradient of each token is `weight * A`."""
     weight, advantage = _fixed(is_action, weight=weight, advantage=advantage)
@@ -524,6 +531,7 @@ def _policy_gradient_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         kept=kept,
+        **more,
     )
 
 
@@ -621,6 +629,50 @@ def sao_actor_loss(
         clip_low=below,
         clip_high=above,
         kept=~dropped,
+    )
+
+
+def copc_restoring_actor_loss(
+    policy_logprob: Float[Array, "*batch time"],
+    behavior_logprob: Float[Array, "*batch time"],
+    advantage: Float[Array, "*batch time"],
+    is_action: Bool[Array, "*batch time"],
+    *,
+    eta_policy: Scalar = 0.5,
+    eps_low: Scalar = 0.4,
+    eps_high: Scalar = 0.56,
+    reduce: Reduce = "token",
+    segment_ids: Int[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Drop only tokens that the update drives further out of the interval, and bound the others.
+
+        loss = -reduce( sg(w) * A * log pi ),   r = pi / mu
+        w = 0 where A > 0 and r > high, or A < 0 and r < low;   w = clip(r, low, high) elsewhere
+
+    Inside the interval the gradient is that of `copc_actor_loss`. Outside, tokens whose update
+    leads back are kept, as by a PPO clip with these bounds, but with the weight of the bound that
+    they passed: PPO's weight r is near 0 where a token became unlikely, and has no bound where it
+    became likely. Further metric: `restoring`, as in `copc_actor_loss`.
+
+    Source: none; a variant for large drift that is tried here beside the paper's loss.
+    """
+    ratio = jnp.exp(log_importance_ratio(policy_logprob, behavior_logprob, is_action))
+    low, high = ratio_interval(eta_policy, eps_low, eps_high)
+    (advantage,) = _fixed(is_action, advantage=advantage)
+    below, above = ratio < low, ratio > high
+    dropped = (below & (advantage < 0)) | (above & (advantage > 0))
+    return _policy_gradient_loss(
+        jnp.where(dropped, 0.0, jnp.clip(ratio, low, high)),
+        policy_logprob,
+        behavior_logprob,
+        advantage,
+        is_action,
+        reduce=reduce,
+        segment_ids=segment_ids,
+        clip_low=below,
+        clip_high=above,
+        kept=~dropped,
+        restoring=_restoring(below, above, advantage),
     )
 
 

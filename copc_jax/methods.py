@@ -47,6 +47,8 @@ class LossConfig:
     """PPO-like clips and SAO's mask, margin above ratio 1."""
     dual_clip: float | None = None
     """PPO, bound on the ratio of tokens with a negative advantage; none is off."""
+    whiten: bool | None = None
+    """Advantages are whitened over the batch; none: as the method prescribes."""
     value_clip: float | None = 0.5
     """Critic, largest move of a value per batch in units of the return; none is off."""
     behavior_cap: float = 5.0
@@ -123,7 +125,7 @@ class Method:
 
     Attributes:
         name: its key in `METHODS`.
-        paper: where it comes from.
+        paper: where it comes from; "none: ..." where no paper has it.
         returns: `(config, reward, value, discount, ratio, is_action) -> Returns`; `ratio` is the
             frozen learner over behavior.
         loss: `(config, policy_logprob, behavior_logprob, proximal_logprob, advantage, is_action, *,
@@ -249,6 +251,20 @@ def _copc_loss(config, policy, behavior, proximal, advantage, is_action, **reduc
         eps_high=config.eps_high,
         frozen_logprob=proximal if config.mask_from == "frozen" else None,
         mask_in_denominator=config.mask_in_denominator,
+        **reduction,
+    )
+
+
+def _copc_restoring_loss(config, policy, behavior, proximal, advantage, is_action, **reduction):
+    del proximal
+    return losses.copc_restoring_actor_loss(
+        policy,
+        behavior,
+        advantage,
+        is_action,
+        eta_policy=config.eta_policy,
+        eps_low=config.eps_low,
+        eps_high=config.eps_high,
         **reduction,
     )
 
@@ -448,6 +464,21 @@ _ROWS = (
         returns=_copc_returns,
         loss=_copc_loss,
         overrides={"eta_advantage": 0.0},
+    ),
+    # The next two are not the paper's. To keep those tokens outside COPC's mask whose update leads
+    # back into the interval is the gradient of PPO's clip at the same bounds: such a mask is PPO's
+    # loss. With COPC's returns it completes the table of mask or clip, corrected or not.
+    Method(
+        name="ppo_rc",
+        paper="none: PPO's clip with the corrected returns of COPC, arXiv 2610.09597",
+        returns=_copc_returns,
+        loss=_ppo_loss,
+    ),
+    Method(
+        name="copc_restoring",
+        paper="none: ppo_rc with the weights outside the interval held at its bounds",
+        returns=_copc_returns,
+        loss=_copc_restoring_loss,
     ),
     Method(
         name="ppo",

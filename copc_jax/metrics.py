@@ -92,6 +92,21 @@ def confidence_interval(successes: int, n: int) -> tuple[float, float]:
     return low, 1.0 if successes == n else center + half
 
 
+def student_t(degrees: int) -> float:
+    """Two-sided 95% point of Student's t, for intervals of what has that many degrees of freedom.
+
+    Raises:
+        ValueError: degrees is not positive.
+    """
+    if degrees < 1:
+        raise ValueError(f"need at least one degree of freedom, got {degrees}")
+    if degrees <= len(_STUDENT_T):
+        return _STUDENT_T[degrees - 1]
+    # Past the table, the expansion of t around the normal point z: good to a thousandth.
+    z = _NORMAL
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high): Student's 95% interval of the mean of independent values, such as seeds.
 
@@ -106,12 +121,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean, degrees = float(sample.mean()), sample.size - 1
     if degrees == 0:
         return mean, -math.inf, math.inf
-    # Past the table, the expansion of t around the normal point z: good to a thousandth.
-    z = _NORMAL
-    t = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-    if degrees <= len(_STUDENT_T):
-        t = _STUDENT_T[degrees - 1]
-    half = t * float(sample.std(ddof=1)) / math.sqrt(sample.size)
+    half = student_t(degrees) * float(sample.std(ddof=1)) / math.sqrt(sample.size)
     return mean, mean - half, mean + half
 
 

@@ -277,7 +277,7 @@ class Run:
             stack.callback(shutil.rmtree, weights, ignore_errors=True)
 
         recording = None if config.replay is None else batch_sources.open_recording(config)
-        if config.preset is not None:
+        if sources(config):
             print(f"preset {config.preset}: --check=True says what the paper states of it")
         print("building corpus, questions and tokenizer", flush=True)
         self.parts = assembly.build(config)

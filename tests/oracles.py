@@ -121,6 +121,16 @@ class ActorOracle:
 
         return self.tokens(rule)
 
+    def restoring(self, low, high):
+        def rule(at, group):
+            r, advantage = self.ratio(at), self.advantage[at]
+            if (advantage > 0 and r > high) or (advantage < 0 and r < low):
+                return 0.0, 0.0
+            derivative = min(max(r, low), high) * advantage
+            return derivative * self.policy[at], derivative
+
+        return self.tokens(rule)
+
     def ppo(self, low, high, dual_clip=None):
         return self.tokens(
             lambda at, group: clipped(self.ratio(at), self.advantage[at], low, high, dual_clip)

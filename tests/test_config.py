@@ -36,6 +36,21 @@ def test_task_alone_gives_its_preset():
     assert parse(["--task=search"]) == parse(["--task", "search"]) == PRESETS["search"]
 
 
+def test_the_quick_preset_is_the_task_s_own_with_smaller_updates(tmp_path):
+    for task in ("search", "math"):
+        quick, whole = parse([f"--task={task}", "--preset=quick"]), parse([f"--task={task}"])
+        assert 2 * quick.batch_size == whole.batch_size and quick.task == task
+        # They share a warm start.
+        for name in ("tiny", "sft", "rollout", "search", "math"):
+            assert getattr(quick, name) == getattr(whole, name)
+        assert from_json(to_json(quick)) == quick
+    assert parse(["--preset=quick", "--updates=7"]).updates == 7
+    # A recording of it can be trained on by a method that warms up in another way.
+    (tmp_path / "config.json").write_text(to_json(parse(["--preset=quick", "--method=areal"])))
+    replayed = parse([f"--replay={tmp_path}", "--method=ppo"])
+    assert replayed.actor.warmup_updates == parse(["--preset=quick"]).actor.warmup_updates
+
+
 def test_a_preset_supplies_the_defaults_that_flags_replace():
     presets = {"search": dataclasses.replace(RunConfig(), updates=7, seed=5)}
     config = parse(["--task=search", "--seed=3"], presets)

@@ -57,6 +57,7 @@ THREE = ("policy", "proximal", "behavior")
 ACTOR_LOSSES = {
     "copc": adapt(losses.copc_actor_loss, eps_low=0.426, eps_high=0.574),
     "copc_frozen": frozen_copc,
+    "restoring": adapt(losses.copc_restoring_actor_loss, eps_low=0.426, eps_high=0.574),
     "ppo": adapt(losses.ppo_actor_loss, **MARGINS),
     "ppo_dual": adapt(losses.ppo_actor_loss, **MARGINS, dual_clip=1.71),
     "decoupled": adapt(losses.decoupled_ppo_actor_loss, THREE, **MARGINS, behavior_cap=1.57),
@@ -74,6 +75,7 @@ ACTOR_LOSSES = {
 ORACLES = {
     "copc": lambda o: o.copc(LOW, HIGH),
     "copc_frozen": lambda o: o.copc(LOW, HIGH, frozen=True),
+    "restoring": lambda o: o.restoring(LOW, HIGH),
     "ppo": lambda o: o.ppo(LOW, HIGH),
     "ppo_dual": lambda o: o.ppo(LOW, HIGH, dual_clip=1.71),
     "decoupled": lambda o: o.decoupled(LOW, HIGH, lambda w: w if w <= 1.57 else 0.0),
@@ -253,6 +255,7 @@ def test_metrics_tell_the_two_sides_apart():
     cases = [
         (losses.copc_actor_loss, {}, [1, 2, 1]),
         (losses.sao_actor_loss, {}, [1, 2, 1]),
+        (losses.copc_restoring_actor_loss, {}, [1, 2, 3]),
         (losses.ppo_actor_loss, {}, [0, 1, 3]),
         (losses.ppo_actor_loss, {"dual_clip": 1.2}, [0, 2, 2]),
         (losses.cispo_actor_loss, {}, [0, 2, 4]),
@@ -280,6 +283,15 @@ def test_metrics_tell_the_two_sides_apart():
         assert list(map(float, got)) == want, (loss.__name__, options)
 
 
+def test_tokens_outside_the_interval_that_would_be_led_back_are_counted():
+    policy = jnp.log(jnp.array([[0.1, 0.1, 1.0, 1.5, 1.5, 1.5, 0.5]]))
+    advantage = jnp.array([[1.0, -1.0, -1.0, 1.0, -1.0, 0.0, 1.0]])
+    action = jnp.array([[True] * 6 + [False]])
+    for loss in (losses.copc_actor_loss, losses.copc_restoring_actor_loss):
+        _, metrics = loss(policy, jnp.zeros((1, 7)), advantage, action)
+        assert [float(x) for x in metrics["restoring"]] == [2, 6]
+
+
 def test_ratio_clipped_below_needs_a_negative_advantage():
     policy, one = jnp.log(jnp.array([[0.5, 0.5]])), jnp.ones((1, 2))
     _, metrics = losses.ppo_actor_loss(policy, 0 * one, jnp.array([[1.0, -1.0]]), one > 0)
@@ -291,6 +303,20 @@ def test_copc_and_sao_have_the_same_gradient(batch):
     results = ALL(*arguments(batch))
     for reduce in REDUCTIONS:
         close(results["copc", reduce][2], results["sao", reduce][2], 1e-6)
+
+
+@given(batch=batches())
+def test_keeping_what_leads_back_is_a_ppo_clip_up_to_the_weight_outside(batch):
+    """The same tokens have a gradient, of the same sign, and the same one inside the interval."""
+    results = ALL(*arguments(batch))
+    with np.errstate(invalid="ignore"):
+        ratio = np.exp(batch["policy"].astype(np.float64) - batch["behavior"])
+    bounded = np.clip(ratio, LOW, HIGH)
+    for reduce in REDUCTIONS:
+        ppo = np.asarray(results["ppo", reduce][2], np.float64)
+        same(results["restoring", reduce][2] != 0, ppo != 0)
+        factor = np.divide(bounded, ratio, where=batch["is_action"], out=np.ones_like(ratio))
+        close(results["restoring", reduce][2], ppo * factor)
 
 
 def token_loss(loss, ratio, advantage, **options):
@@ -309,6 +335,11 @@ def test_a_clip_and_a_mask_treat_the_other_side_differently():
         close(token_loss(losses.ppo_actor_loss, ratio, advantage), [want, want])
         close(token_loss(losses.copc_actor_loss, ratio, advantage), [0, 0])
         close(token_loss(losses.sao_actor_loss, ratio, advantage), [0, 0])
+        # Kept as by the clip, at the bound that the ratio passed.
+        bound = 1.28 if ratio > 1 else 0.8
+        got = token_loss(losses.copc_restoring_actor_loss, ratio, advantage)
+        close(got, [-bound * advantage * math.log(ratio), -bound * advantage])
+        close(token_loss(losses.copc_restoring_actor_loss, ratio, -advantage), [0, 0])
     for ratio in (0.81, 1.27):
         for loss in (losses.copc_actor_loss, losses.sao_actor_loss):
             close(token_loss(loss, ratio, -1.0)[1], ratio)
@@ -326,7 +357,7 @@ def test_what_happens_at_a_bound():
     """A ratio of exactly 1, which float32 holds, against bounds of 1: SAO alone drops it."""
     policy, zero = jnp.zeros((1, 1)), jnp.zeros((1, 1))
     sao, copc = adapt(losses.sao_actor_loss), adapt(losses.copc_actor_loss)
-    ppo = adapt(losses.ppo_actor_loss)
+    ppo, restoring = adapt(losses.ppo_actor_loss), adapt(losses.copc_restoring_actor_loss)
     decoupled = adapt(losses.decoupled_ppo_actor_loss, THREE)
     icepop = adapt(losses.icepop_actor_loss, THREE)
     cases = [
@@ -334,6 +365,8 @@ def test_what_happens_at_a_bound():
         (sao, {"clip_high": 0.0}, 1, (0, 0)),
         (copc, {"eps_low": 0.0}, 1, (-1, -1)),
         (copc, {"eps_high": 0.0}, 1, (-1, -1)),
+        (restoring, {"eps_low": 0.0}, -1, (0, 1)),
+        (restoring, {"eps_high": 0.0}, 1, (0, -1)),
         (ppo, {"clip_low": 0.0}, -1, (1, 1)),
         (ppo, {"clip_high": 0.0}, 1, (-1, -1)),
         (ppo, {"dual_clip": 1.0}, -1, (1, 1)),
@@ -1036,6 +1069,7 @@ def test_defaults_are_the_papers():
     table = {
         losses.ratio_mask: copc,
         losses.copc_actor_loss: copc | options | token,
+        losses.copc_restoring_actor_loss: copc | token,
         losses.ppo_actor_loss: clip | dual | token,
         losses.decoupled_ppo_actor_loss: clip | dual | {"behavior_cap": 5.0} | token,
         losses.tis_actor_loss: clip | dual | {"weight_max": 2.0} | token,

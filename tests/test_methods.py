@@ -65,13 +65,19 @@ def close(got, want):
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-6, atol=1e-6)
 
 
+# Rows that no paper has.
+OURS = {"ppo_rc", "copc_restoring"}
+
+
 def test_the_methods_of_the_paper_are_all_here():
     assert set(METHODS) == {
         "copc", "copc_no_rc", "ppo", "dapo", "sao", "areal", "vtrace", "m2po", "vcpo",
         "retrace", "gspo", "cispo", "tis", "icepop", "reinforce",
+        *OURS,
     }  # fmt: skip
     for name, row in METHODS.items():
         assert row.name == name and row.paper
+        assert row.paper.startswith("none: ") == (name in OURS)
         assert set(row.reduce) == {"search", "math"}
 
 
@@ -80,6 +86,8 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 EXPECTED_LOSS = {
     "copc": lambda: direct(losses.copc_actor_loss, *TWO, eta_policy=0.5),
     "copc_no_rc": lambda: direct(losses.copc_actor_loss, *TWO, eta_policy=0.5),
+    "ppo_rc": lambda: direct(losses.ppo_actor_loss, *TWO, **CLIP),
+    "copc_restoring": lambda: direct(losses.copc_restoring_actor_loss, *TWO, eta_policy=0.5),
     "ppo": lambda: direct(losses.ppo_actor_loss, *TWO, **CLIP),
     "dapo": lambda: direct(losses.ppo_actor_loss, *TWO, **CLIP),
     "sao": lambda: direct(losses.sao_actor_loss, *TWO, **CLIP),
@@ -105,7 +113,7 @@ def test_rows_call_their_loss_with_the_paper_s_numbers(name):
 
 def test_rows_that_share_mathematics_agree_and_the_rest_do_not():
     values = {name: actor(name) for name in METHODS}
-    same = [{"copc", "copc_no_rc"}, {"ppo", "dapo"}, {"vtrace", "reinforce"}]
+    same = [{"copc", "copc_no_rc"}, {"ppo", "ppo_rc", "dapo"}, {"vtrace", "reinforce"}]
     for a in METHODS:
         for b in METHODS:
             if a < b and not any({a, b} <= group for group in same):
@@ -148,7 +156,7 @@ def test_rows_have_their_returns(name):
     got = targets(name)
     core = pick("reward", "value", "discount", "ratio", "is_action")
     plain = pick("reward", "value", "discount", "is_action")
-    if name == "copc":
+    if name == "copc" or name in OURS:
         want = returns.copc_returns(*core, eta_advantage=0.5, lambda_=0.9)
     elif name == "vtrace":
         want = returns.vtrace(*core, lambda_=0.9)
@@ -217,6 +225,10 @@ def test_frozen_and_current_masks_agree_in_the_first_update():
 @pytest.mark.parametrize(
     "name, option, value",
     [
+        ("copc_restoring", "eta_policy", 0.25),
+        ("copc_restoring", "eps_low", 0.1),
+        ("copc_restoring", "eps_high", 0.1),
+        ("ppo_rc", "clip_high", 0.05),
         ("ppo", "clip_low", 0.05),
         ("ppo", "clip_high", 0.05),
         ("ppo", "dual_clip", 1.05),
