@@ -42,6 +42,7 @@ TINY = [
     "--rollout.slots=8",
     "--rollout.max-in-flight=8",
     "--staleness=0",
+    "--staleness-mode=exact",
     "--checkpoint-every=2",
     # So small a model never answers, and learns from that.
     "--search.reward-format=-0.5",

@@ -421,6 +421,7 @@ def test_step_compiles_once_donates_and_keeps_its_sharding(mesh):
     learner = learner_of("copc", mesh=mesh)
     batch = jax.device_put(batch_for("copc"), learner.batch_sharding)
     learner.step(start(learner), batch)
+    # Other tests compile this learner for other shapes.
     compiled = learner.step._cache_size()
     state = learner.init(ACTOR)
     for _ in range(3):
@@ -431,7 +432,7 @@ def test_step_compiles_once_donates_and_keeps_its_sharding(mesh):
             lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, learner.state_sharding
         )
         assert all(jax.tree.leaves(same))
-    assert learner.step._cache_size() == compiled == 1
+    assert learner.step._cache_size() == compiled
     # What the caller gave to `init` is the caller's still.
     assert not any(x.is_deleted() for x in jax.tree.leaves(ACTOR))
 
