@@ -541,8 +541,10 @@ class RunConfig:
     value."""
     remat: bool = False
     """Recompute each layer in the backward pass: less memory for some 5% more time."""
-    logprob_chunk: int | None = None
-    """Positions whose logits exist at one time; none keeps all. For large vocabularies."""
+    logprob_chunk: int | None = 256
+    """Positions whose logits exist at one time; none keeps all. In chunks, tokens that the model
+    did not sample get no logits, and memory does not grow with the batch; the backward pass
+    computes logits again."""
     model: str = "tiny"
     """"tiny" trains a small Llama from nothing, "smollm2-135m" is a real chat model (extra
     smollm2); otherwise a folder with an HF checkpoint. A pretrained model gets the long format, its
@@ -884,10 +886,10 @@ for _task in ("search", "math"):
     PRESETS[f"{_task}/quick"] = dataclasses.replace(
         PRESETS[_task],
         preset="quick",
-        updates=200,
+        updates=120,
         batch_size=32,
-        micro_batches=4,
-        eval=EvalConfig(every=20, questions=256, final_questions=256),
+        micro_batches=8,
+        eval=EvalConfig(every=15, questions=256, final_questions=256),
         viewer=ViewerConfig(every=0),
         checkpoint_every=100,
         keep_checkpoints=1,

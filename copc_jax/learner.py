@@ -222,6 +222,7 @@ def build_learner(config: LearnerConfig, mesh: Mesh) -> Learner:
             batch.token_ids,
             batch.segment_ids,
             chunk=config.logprob_chunk,
+            wanted=batch.is_action,
         )
 
     def value_of(critic: PyTree, base: PyTree, batch: Batch) -> Float[Array, "rows time"]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import flax.struct
@@ -701,42 +702,52 @@ def _score(
     return logprob, normalizer - jnp.sum(probability * scores, axis=-1), normalizer
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _score_in_chunks(
     kernel: Float[Array, "vocab embed"],
-    hidden: Float[Array, "n embed"],
-    target: Int[Array, " n"],
+    hidden: Float[Array, "rows time embed"],
+    target: Int[Array, "rows time"],
+    wanted: Bool[Array, "rows time"] | None,
     chunk: int,
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Give log-probability and entropy from the logits of `chunk` positions at a time.
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Give log-probability and entropy from the logits of about `chunk` positions at a time.
 
     The backward pass computes the logits of a chunk again, but no maximum and no sum: the saved
     normalizer makes them probabilities, and they give both gradients before the next chunk.
+    Positions that are not wanted go to the end of their row, and chunks of nothing else cost
+    nothing; what is given for them means nothing.
     """
-    logprob, entropy, _ = _score_pieces(kernel, hidden, target, chunk)
+    logprob, entropy, _ = _score_pieces(kernel, hidden, target, wanted, chunk)
     return logprob, entropy
 
 
 def _score_pieces(
-    kernel: Array, hidden: Array, target: Array, chunk: int
+    kernel: Array, hidden: Array, target: Array, wanted: Array | None, chunk: int
 ) -> tuple[Array, Array, Array]:
-    pieces = jax.lax.map(
-        lambda piece: _score(_logits(kernel, piece[0]), piece[1]),
-        (_chunks(hidden, chunk), _chunks(target, chunk)),
-    )
-    logprob, entropy, normalizer = (x.reshape(-1)[: target.shape[0]] for x in pieces)
+    cut, join, used = _chunks(wanted, target.shape, chunk)
+
+    def step(_: None, piece: Any) -> tuple[None, Any]:
+        used, hidden, target = piece
+        nothing = (jnp.zeros(target.shape, jnp.float32),) * 3
+        score = lambda: _score(_logits(kernel, hidden), target)
+        return None, jax.lax.cond(used, score, lambda: nothing)
+
+    _, scored = jax.lax.scan(step, None, (used, cut(hidden), cut(target)))
+    logprob, entropy, normalizer = map(join, scored)
     return logprob, entropy, normalizer
 
 
-def _score_forward(kernel: Any, hidden: Any, target: Any, chunk: int) -> tuple[Any, Any]:
+def _score_forward(
+    kernel: Any, hidden: Any, target: Any, wanted: Any, chunk: int
+) -> tuple[Any, Any]:
     # Symbolic zeros, below, come with arguments that are wrapped.
-    given = kernel.value, hidden.value, target.value
+    given = kernel.value, hidden.value, target.value, None if wanted is None else wanted.value
     logprob, entropy, normalizer = _score_pieces(*given, chunk)
     return (logprob, entropy), (*given, entropy, normalizer)
 
 
-def _score_backward(chunk: int, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
-    kernel, hidden, target, entropy, normalizer = saved
+def _score_backward(chunk: int, saved: Any, cotangents: Any) -> tuple[Any, Any, None, None]:
+    kernel, hidden, target, wanted, entropy, normalizer = saved
     by_logprob, by_entropy = cotangents
     # The entropy is logged and seldom differentiated: then its part of the gradient is left out.
     use_entropy = not isinstance(by_entropy, jax.custom_derivatives.SymbolicZero)
@@ -747,7 +758,7 @@ def _score_backward(chunk: int, saved: Any, cotangents: Any) -> tuple[Any, Any, 
     if use_entropy:
         pieces |= {"entropy": entropy, "by_entropy": by_entropy}
 
-    def step(kernel_grad: Array, piece: dict[str, Array]) -> tuple[Array, Array]:
+    def differentiate(kernel_grad: Array, piece: dict[str, Array]) -> tuple[Array, Array]:
         scores = _logits(kernel, piece["hidden"])
         logprob = scores - piece["normalizer"][:, None]
         probability = jnp.exp(logprob)
@@ -761,21 +772,57 @@ def _score_backward(chunk: int, saved: Any, cotangents: Any) -> tuple[Any, Any, 
         kernel_grad += multiply("nv,nd->vd", by_scores, piece["hidden"].astype(kernel.dtype))
         return kernel_grad, multiply("nv,vd->nd", by_scores, kernel)
 
+    def step(kernel_grad: Array, piece: Any) -> tuple[Array, Array]:
+        used, piece = piece
+        nothing = jnp.zeros(piece["hidden"].shape, jnp.float32)
+        return jax.lax.cond(
+            used, lambda: differentiate(kernel_grad, piece), lambda: (kernel_grad, nothing)
+        )
+
+    cut, join, used = _chunks(wanted, target.shape, chunk)
     start = jnp.zeros(kernel.shape, jnp.float32)
-    kernel_grad, hidden_grad = jax.lax.scan(
-        step, start, jax.tree.map(lambda x: _chunks(x, chunk), pieces)
-    )
-    hidden_grad = hidden_grad.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return kernel_grad.astype(kernel.dtype), hidden_grad.astype(hidden.dtype), None
+    kernel_grad, hidden_grad = jax.lax.scan(step, start, (used, jax.tree.map(cut, pieces)))
+    return kernel_grad.astype(kernel.dtype), join(hidden_grad).astype(hidden.dtype), None, None
 
 
 _score_in_chunks.defvjp(_score_forward, _score_backward, symbolic_zeros=True)
 
 
-def _chunks(x: Array, chunk: int) -> Array:
-    """Cut the leading axis into pieces; the last one is padded with zeros."""
-    x = jnp.pad(x, ((0, -x.shape[0] % chunk), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(-1, chunk, *x.shape[1:])
+def _chunks(
+    wanted: Bool[Array, "rows time"] | None, shape: tuple[int, ...], chunk: int
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array], Bool[Array, " chunks"]]:
+    """Return what cuts [rows, time, ...] into [chunks, positions, ...], its reverse, and its use.
+
+    A chunk is a stretch of every row, so that rows may lie on different devices. The last result
+    tells which chunks hold a position that is wanted.
+    """
+    rows, time = shape
+    length = min(math.ceil(chunk / rows), time)
+    count = math.ceil(time / length)
+    missing = count * length - time
+    if wanted is None:
+        order = back = None
+        used = jnp.ones(count, bool)
+    else:
+        order = jnp.argsort(~wanted, axis=1, stable=True)
+        back = jnp.argsort(order, axis=1)
+        used = jnp.arange(count) * length < jnp.max(jnp.sum(wanted, axis=1))
+
+    def along(x: Array, index: Array | None) -> Array:
+        if index is None:
+            return x
+        return jnp.take_along_axis(x, index.reshape(rows, -1, *(1,) * (x.ndim - 2)), axis=1)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(along(x, order), ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.moveaxis(x.reshape(rows, count, length, *x.shape[2:]), 1, 0)
+        return x.reshape(count, rows * length, *x.shape[3:])
+
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x.reshape(count, rows, length, *x.shape[2:]), 0, 1)
+        return along(x.reshape(rows, count * length, *x.shape[3:])[:, :time], back)
+
+    return cut, join, used
 
 
 def _shift(
@@ -799,11 +846,13 @@ def token_logprob_and_entropy(
     segment_ids: Int[Array, "rows time"],
     *,
     chunk: int | None = None,
+    wanted: Bool[Array, "rows time"] | None = None,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Give log p(token | what stands before it) and that distribution's entropy, in nats.
 
-    Both are 0 on the first token of a segment, which nothing predicts, and on padding. The entropy
-    costs one more pass over the vocabulary, which XLA drops when the result is not used.
+    Both are 0 on the first token of a segment, which nothing predicts, on padding, and on tokens
+    that are not wanted. The entropy costs one more pass over the vocabulary, which XLA drops when
+    the result is not used.
 
     Args:
         params: with the "lm" head.
@@ -811,18 +860,25 @@ def token_logprob_and_entropy(
         hidden: from `forward`.
         token_ids: as given to `forward`.
         segment_ids: as given to `forward`.
-        chunk: positions whose logits exist at one time, computed again in the backward pass; None
-            keeps all of them.
+        chunk: positions whose logits exist at one time, rounded up to a multiple of the rows, and
+            computed again in the backward pass; None keeps all of them.
+        wanted: tokens to score, all by default. Those that are not wanted cost nothing where
+            logits come in chunks: half of a conversation or more is what a tool said.
     """
-    target = jnp.roll(token_ids, -1, axis=1).reshape(-1)
+    target = jnp.roll(token_ids, -1, axis=1)
     if chunk is None:
-        logprob, entropy, _ = _score(logits(params, config, hidden), target)
+        logprob, entropy, _ = _score(logits(params, config, hidden), target.reshape(-1))
     else:
         kernel = params["embed" if config.tie_word_embeddings else "head"]
+        before = None if wanted is None else jnp.roll(wanted, -1, axis=1)
+        by_row = hidden.reshape(*target.shape, -1)
         # custom_vjp hides the type of its result.
-        scored: Any = _score_in_chunks(kernel, hidden, target, chunk)
-        logprob, entropy = scored
-    return _shift(logprob, segment_ids), _shift(entropy, segment_ids)
+        scored: Any = _score_in_chunks(kernel, by_row, target, before, chunk)
+        logprob, entropy = (x.reshape(-1) for x in scored)
+    seen = _shift(logprob, segment_ids), _shift(entropy, segment_ids)
+    if wanted is None:
+        return seen
+    return jnp.where(wanted, seen[0], 0.0), jnp.where(wanted, seen[1], 0.0)
 
 
 def token_logprob(

@@ -616,6 +616,7 @@ def test_a_copc_step_against_a_derivation_by_loops():
         logits = np.asarray(hidden @ ACTOR["embed"].T, np.float64)
         logprob = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         want = logprob[np.arange(tokens.size - 1), np.asarray(tokens[0, 1:])]
+        want = np.where(batch.is_action[0, where][1:], want, 0.0)
         got = targets.policy_logprob[0, where][1:]
         np.testing.assert_allclose(got, want, atol=2e-5)
 

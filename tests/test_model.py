@@ -308,6 +308,33 @@ def test_chunks_give_the_same_logprobs_entropies_and_gradients(chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), whole, pieces)
 
 
+@pytest.mark.parametrize("chunk", [None, 4, 7, 100])
+def test_tokens_that_are_not_wanted_count_for_nothing(chunk):
+    params = random_params(LLAMA)
+    each = (
+        rows(draw(1, 9), draw(2, 13), time=24),
+        rows(draw(3, 20), time=24),
+        rows(draw(4, 6), time=24),
+    )
+    batch = [jnp.concatenate(x) for x in zip(*each, strict=True)]
+    wanted = np.random.default_rng(5).random((3, 24)) < 0.4
+    wanted[2] = False
+    wanted, weight = jnp.asarray(wanted), jnp.asarray(wanted, jnp.float32)
+    hidden = forward(params, LLAMA, *batch)
+
+    def loss(hidden, params, **settings):
+        score, entropy = model.token_logprob_and_entropy(
+            params, LLAMA, hidden, *batch[:2], **settings
+        )
+        score, entropy = (x * weight if not settings else x for x in (score, entropy))
+        return jnp.sum(jnp.sin(score) + 0.3 * entropy), (score, entropy)
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    want, got = grad(hidden, params), grad(hidden, params, chunk=chunk, wanted=wanted)
+    assert np.count_nonzero(got[0][1][0]) == np.count_nonzero(want[0][1][0]) > 5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), want, got)
+
+
 def test_chunks_need_less_memory():
     config = dataclasses.replace(LLAMA, vocab_size=4096)
     params = {"embed": jax.ShapeDtypeStruct((4096, 16), jnp.float32)}
