@@ -235,6 +235,7 @@ class Bench:
         peers: measure others too.
         slow: build peers that take minutes.
         log: where workers' standard error goes.
+        out: folder of further pictures.
         rows: the table so far.
         details: everything else that is written as JSON, by comparison.
         curves: `{"title", "x", "y", "lines": {label: [[x, y], ...]}}` to draw.
@@ -245,6 +246,7 @@ class Bench:
     peers: bool = True
     slow: bool = False
     log: Any = None
+    out: pathlib.Path = pathlib.Path()
     seed: int = 0
     rows: list[Row] = dataclasses.field(default_factory=list)
     details: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -32,7 +32,18 @@ from rich.console import Console
 from rich.table import Table
 
 # In the order of running; each is a file in comparisons/ with `compare(bench)`.
-COMPARISONS = ("returns", "logprobs", "overhead", "learner_step", "startup")
+COMPARISONS = (
+    "returns",
+    "logprobs",
+    "overhead",
+    "learner_step",
+    "startup",
+    "engine",
+    "http",
+    "publish",
+    "growth",
+    "loop",
+)
 
 
 def machine() -> dict[str, Any]:
@@ -166,6 +177,7 @@ def main() -> None:
             peers=not options.no_peers,
             slow=any(getattr(options, name.replace(".", "_")) for name in SLOW),
             log=log,
+            out=options.out,
         )
         where = ""
         for name in COMPARISONS:

@@ -5,9 +5,9 @@
 `{"prepare": label, "file": ..., "function": ..., "arguments": {...}}` calls a function of a file.
 It answers a callable of no arguments that does one repetition and waits for its result, or that
 and a dict of facts, or facts alone. The callable is warmed up, and `{"run": label}` answers its CPU
-seconds (all threads of this process) and wall seconds. Only the standard library is needed, so that
-any environment can be measured. Standard output is for answers: what libraries print goes to
-standard error.
+seconds (all threads of this process, and of the processes whose ids stand in its attribute `pids`)
+and wall seconds. Only the standard library is needed, so that any environment can be measured.
+Standard output is for answers: what libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from collections.abc import Callable
 from typing import Any
 
 
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process that runs, all threads, in nanosecond steps (Linux)."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
 def timed(function: Callable[[], Any], repetitions: int) -> dict[str, float]:
+    pids = getattr(function, "pids", ())
+    spent = lambda: time.process_time() + sum(map(cpu_of, pids))
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), spent()
     for _ in range(repetitions):
         function()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu, wall = spent() - cpu, time.perf_counter() - wall
     return {"cpu_s": cpu / repetitions, "wall_s": wall / repetitions}
 
 

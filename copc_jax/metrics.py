@@ -18,6 +18,7 @@ One line of metrics.jsonl is one learner update (or, at step 0, the state before
     rollout/tokens_per_second sampled tokens
     rollout/busy_fraction     share of the time since the last line in which the generator sampled
     rollout/admission_fraction  share of that time in which it waited for admission
+    rollout/publish_fraction  share of that time in which servers were being given new weights
     rollout/logprob_gap_mean, sd, p95, max  |learner - server| log-prob, in nats, of the
                               logprob_gap_tokens action tokens that servers scored since the last
                               line with a version that the learner has trained from; without

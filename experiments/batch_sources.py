@@ -546,6 +546,7 @@ class _Accounts:
             "rollout/tokens_per_second": change["tokens"] / seconds,
             "rollout/busy_fraction": change["busy_s"] / seconds,
             "rollout/admission_fraction": change["idle_s"] / seconds,
+            "rollout/publish_fraction": change["publish_s"] / seconds,
             "rollout/buffered": now["buffered"],
             "rollout/in_flight": now["in_flight"],
             **{f"rollout/{name}": now[name] for name in counts},

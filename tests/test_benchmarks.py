@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
@@ -21,6 +22,19 @@ def counting(start):
 
 def known():
     return {"answer": 42}
+
+def beside():
+    import subprocess, sys
+    code = "import sys\\nfor _ in sys.stdin: print(sum(range(2_000_000)), flush=True)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    def run():
+        child.stdin.write("go\\n")
+        child.stdin.flush()
+        child.stdout.readline()
+    run.pids = (child.pid,)
+    return run
 
 def broken():
     raise ValueError("no such thing")
@@ -60,6 +74,13 @@ def test_cases_are_measured_once_a_round_and_facts_come_along(harness, file):
     assert bench.details["counts"]["facts"]["fact"] == {"answer": 42}
 
 
+def test_processes_that_a_case_names_count_as_its_own(harness, file):
+    bench = harness.Bench(rounds=2, tiny=True, log=subprocess.DEVNULL)
+    measured = bench.measure("beside", [harness.Case("beside", file, "beside")])
+    # The worker itself only waits; summing so many numbers takes milliseconds at the least.
+    assert measured.spread("beside").low > 2e-3
+
+
 def test_a_peer_that_is_not_there_is_named_and_the_others_go_on(harness, file):
     bench = harness.Bench(rounds=1, tiny=True, peers=False, log=subprocess.DEVNULL)
     cases = [
@@ -86,6 +107,28 @@ def test_a_fault_of_our_own_ends_the_run(harness, file):
 def test_a_row_is_met_by_its_median(harness, sense, median, met):
     row = harness.Row("a", "b", "c", harness.Spread(median, 0.0, 9.0), 2.0, sense)
     assert row.met is met
+
+
+@pytest.fixture
+def loop(harness, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("comparisons.loop")
+    for name in ("comparisons.loop", "comparisons", "worker"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "generate", "train", "load", "expected"),
+    [
+        (0, 1.0, 1.0, 0.25, (4 * 2.0 + 3 * 0.25) / 4),
+        (1, 1.0, 1.0, 0.0, 5 / 4),
+        (1, 3.0, 1.0, 0.5, 13 / 4),
+        (4, 1.0, 3.0, 0.5, 13 / 4),
+    ],
+)
+def test_two_clocks_wait_for_each_other(loop, staleness, generate, train, load, expected):
+    each = [np.full(4, x) for x in (generate, train, load)]
+    assert loop.makespan(*each, staleness) == pytest.approx(expected)
 
 
 def run(out, *arguments):

@@ -14,7 +14,6 @@ from typing import Any
 from comparisons.overhead import SIZES, build
 from harness import Bench, Case, Row, Spread
 
-PROMPT = 32
 MATRIX = 1024
 
 
@@ -182,6 +181,7 @@ def trl_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -> 
     import trl
 
     torch.manual_seed(0)
+    prompt = time // 8
     words = {f"w{i}": i for i in range(vocabulary)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -195,7 +195,7 @@ def trl_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -> 
             output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=rows,
             num_generations=rows,
-            max_completion_length=time - PROMPT,
+            max_completion_length=time - prompt,
             beta=0.0,
             bf16=False,
             use_cpu=True,
@@ -205,6 +205,8 @@ def trl_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -> 
         train_dataset=datasets.Dataset.from_dict({"prompt": ["w2"] * rows}),
         processing_class=tokenizer,
     )
+    # What its training loop sets.
+    trainer.current_gradient_accumulation_steps = 1
     model = trainer.model
     model.train()
     parameters = list(model.parameters())
@@ -213,13 +215,13 @@ def trl_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -> 
     )
     token_ids = torch.randint(2, vocabulary, (rows, time))
     inputs = {
-        "prompt_ids": token_ids[:, :PROMPT],
-        "prompt_mask": torch.ones(rows, PROMPT, dtype=torch.long),
-        "completion_ids": token_ids[:, PROMPT:],
-        "completion_mask": torch.ones(rows, time - PROMPT, dtype=torch.long),
+        "prompt_ids": token_ids[:, :prompt],
+        "prompt_mask": torch.ones(rows, prompt, dtype=torch.long),
+        "completion_ids": token_ids[:, prompt:],
+        "completion_mask": torch.ones(rows, time - prompt, dtype=torch.long),
         "advantages": torch.randn(rows),
-        "num_items_in_batch": torch.tensor(rows * (time - PROMPT)),
-        "old_per_token_logps": torch.full((rows, time - PROMPT), -8.0),
+        "num_items_in_batch": torch.tensor(rows * (time - prompt)),
+        "old_per_token_logps": torch.full((rows, time - prompt), -8.0),
     }
 
     def run() -> None:
@@ -249,7 +251,7 @@ def tunix_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -
     from tunix.rl.ppo import ppo_learner
     from tunix.sft import peft_trainer
 
-    heads = max(1, embed // 64)
+    heads, prompt = max(1, embed // 64), time // 8
     config = qwen3.ModelConfig(
         num_layers=layers,
         vocab_size=vocabulary,
@@ -265,12 +267,12 @@ def tunix_step(embed: int, layers: int, vocabulary: int, rows: int, time: int) -
     critic = utils.create_critic_model(actor)
     settings = ppo_learner.PPOConfig(beta=0.0)
     rng = np.random.default_rng(0)
-    shape = (rows, time - PROMPT)
+    shape = (rows, time - prompt)
     token_ids = jnp.asarray(rng.integers(2, vocabulary, (rows, time), np.int32))
     example = ppo_learner.TrainExample(
-        prompt_ids=token_ids[:, :PROMPT],
-        prompt_mask=jnp.ones((rows, PROMPT), jnp.int32),
-        completion_ids=token_ids[:, PROMPT:],
+        prompt_ids=token_ids[:, :prompt],
+        prompt_mask=jnp.ones((rows, prompt), jnp.int32),
+        completion_ids=token_ids[:, prompt:],
         completion_mask=jnp.ones(shape, bool),
         ref_per_token_logps=None,
         advantages=jnp.asarray(rng.standard_normal(shape, np.float32)),
