@@ -117,6 +117,7 @@ class Checkpointer:
                 step, parts, force=True, custom_metadata=description
             )
         except (OSError, ValueError, RuntimeError) as error:
+            self._give_writer_up()
             raise self._failed(step, error) from error
         if response is None:
             raise CheckpointError(f"orbax refused to save step {step} to {self.directory}")
@@ -137,15 +138,19 @@ class Checkpointer:
         try:
             response.result()
         except Exception as error:
-            self._close_writer()
+            self._give_writer_up()
             raise self._failed(step, error) from error
 
     def close(self) -> None:
         """Waits for the running save and frees the writer. Raises CheckpointError if it failed."""
+        self.wait()
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
         try:
-            self.wait()
-        finally:
-            self._close_writer()
+            writer.close()
+        except Exception as error:
+            raise CheckpointError(f"the writer of {self.directory} failed: {error}") from error
 
     def restore(
         self,
@@ -254,19 +259,22 @@ class Checkpointer:
             )
         return self._writer
 
-    def _close_writer(self) -> None:
+    def _give_writer_up(self) -> None:
+        """Frees the threads of a writer whose save failed."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        # A writer whose save failed raises that error once more, before it frees its threads.
-        with contextlib.suppress(Exception):
-            writer.wait()
-        writer.close()
+        # Each part that failed raises its error once more, the first before any thread is freed.
+        for free in (writer.wait, writer.close):
+            with contextlib.suppress(Exception):
+                free()
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         last = self.latest()
         kept = "no complete step is stored" if last is None else f"the last complete step is {last}"
-        return CheckpointError(f"saving step {step} to {self.directory} failed ({kept}): {error}")
+        # What follows is pages of settings.
+        reason = str(error).partition(" [tensorstore_spec=")[0]
+        return CheckpointError(f"saving step {step} to {self.directory} failed ({kept}): {reason}")
 
 
 def abstract(state: Any) -> Any:

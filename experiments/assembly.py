@@ -120,8 +120,9 @@ def prepare_process(config: RunConfig, core: int | None = None) -> None:
     """
     if core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
-    # orbax reports every step of every save at the level of warnings.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # orbax reports every step of every save at the level of warnings, and a failed one with a
+    # traceback from each of its threads; what a person needs is raised by the save itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     cache = compiled_programs(config)
     cache.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,7 +1,9 @@
 """Checkpoints: what is saved comes back, whole or not at all, and nothing good is ever lost."""
 
+import contextlib
 import gc
 import json
+import logging
 import pathlib
 import resource
 import shutil
@@ -150,14 +152,15 @@ def test_a_stored_step_is_not_written_again(tmp_path):
     assert_equal(restored, small_state())
 
 
-@pytest.fixture
-def small_files_only():
-    """The system refuses files over 20 kB, as a full disk would, until the result is called."""
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """The system refuses larger files, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    lift = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    yield lift
-    lift()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def incompressible(step: int) -> LearnerState:
@@ -165,14 +168,20 @@ def incompressible(step: int) -> LearnerState:
     return small_state().replace(critic={"noise": jnp.asarray(noise)})
 
 
+# With no byte at all, orbax cannot write what describes the step either.
+@pytest.mark.parametrize("size", [20_000, 0])
 @pytest.mark.parametrize("notice", ["check", "wait", "close", "save"])
-def test_failed_background_save_is_reported_and_the_last_good_step_stays(tmp_path, notice, request):
+def test_failed_background_save_is_reported_and_the_last_good_step_stays(
+    tmp_path, notice, size, caplog
+):
+    # What is logged goes into a file too.
+    caplog.set_level(logging.CRITICAL, "absl")
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(1, incompressible(1), HOST)
     checkpointer.wait()
-    lift = request.getfixturevalue("small_files_only")
-    checkpointer.save(2, incompressible(2), HOST)
-    with pytest.raises(CheckpointError, match=r"saving step 2 .*last complete step is 1"):
+    refused = pytest.raises(CheckpointError, match=r"saving step 2 .*last complete step is 1")
+    with files_of_at_most(size), refused:
+        checkpointer.save(2, incompressible(2), HOST)
         if notice == "check":
             for _ in range(1_000):
                 checkpointer.check()
@@ -181,7 +190,6 @@ def test_failed_background_save_is_reported_and_the_last_good_step_stays(tmp_pat
             checkpointer.save(3, incompressible(3), HOST)
         else:
             getattr(checkpointer, notice)()
-    lift()
     checkpointer.check()
     assert checkpointer.steps() == [1]
     checkpointer.save(3, incompressible(3), HOST)
