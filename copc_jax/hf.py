@@ -73,6 +73,7 @@ def save_hf(
 
     Raises:
         ValueError: naming the tensor, when `params` does not fit `config`.
+        OSError: a file cannot be written.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -384,6 +385,14 @@ def _hf_tensors(
             yield name, np.ascontiguousarray(tensor.astype(dtype))
 
 
+def _save_file(tensors: dict[str, np.ndarray], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata=_METADATA)
+    except SafetensorError as error:
+        # What the system refuses, such as on a full disk, is an error like that of other files.
+        raise OSError(f"{file} cannot be written: {error}") from error
+
+
 def _save_shards(
     directory: Path, tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int
 ) -> None:
@@ -398,12 +407,12 @@ def _save_shards(
         size += tensor.nbytes
         total += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], directory / _SINGLE, metadata=_METADATA)
+        _save_file(shards[0], directory / _SINGLE)
         return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata=_METADATA)
+        _save_file(shard, directory / file)
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import os
 import random
 import secrets
 import shlex
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,19 @@ def prepare_process(config: RunConfig, core: int | None = None) -> None:
     # orbax reports every step of every save at the level of warnings, and a failed one with a
     # traceback from each of its threads; what a person needs is raised by the save itself.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _say_unraisable
     cache = compiled_programs(config)
     cache.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _say_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Leave out what tensorstore calls back, many times, when the save that waited has failed."""
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        sys.__unraisablehook__(unraisable)
 
 
 def compiled_programs(config: RunConfig) -> Path:

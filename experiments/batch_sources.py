@@ -264,7 +264,12 @@ class Generator:
         folder = self.run_dir / "weights" / f"v{version:06d}"
         if self._weights and self._weights[-1] == folder:
             return
-        self._save_weights(folder)
+        try:
+            self._save_weights(folder)
+        except OSError as error:
+            # Of a full disk it names no file.
+            message = f"the weights of update {version} cannot be written to {folder}: {error}"
+            raise OSError(message) from error
         self.collector.publish(folder.resolve(), version)
         self._weights.append(folder)
         published = self.processes.gather("published", self.collector.published_version)

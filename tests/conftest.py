@@ -7,6 +7,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -14,3 +15,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Folder of warm starts and compiled programs, shared by all runs of a worker's tests."""
+    return tmp_path_factory.mktemp("cache")

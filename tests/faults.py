@@ -5,8 +5,9 @@
 trains a tiny model with `experiments/run.py` once without any disturbance, and then again under the
 faults whose names hold one of the words (all without a word), those in the same surroundings one
 after the other in one run. It prints a table as it goes, and writes it to FOLDER/faults.md and
-FOLDER/faults.json. A fault that this machine cannot have is skipped with the reason. Undisturbed
-runs that an earlier command left in FOLDER are used again.
+FOLDER/faults.json, where rows of earlier commands stay until their fault is struck again. A fault
+that this machine cannot have is skipped with the reason. Undisturbed runs that an earlier command
+left in FOLDER are used again.
 
 Runs are in mode "exact", with staleness 2, batches of 8 episodes out of 20 questions, so that
 epochs end inside batches, a checkpoint every 4 updates, and one checkpoint kept. Tools, servers and
@@ -112,6 +113,11 @@ class Trial:
         self.retriever = world.retriever
         self._world = world
         self._log = self.run_dir.with_suffix(".log")
+
+    def forget(self) -> None:
+        """Remove what an earlier command left."""
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self._log.unlink(missing_ok=True)
 
     def start(self) -> None:
         where = [f"--cache-dir={self._world.cache}", f"--run-dir={self.run_dir}"]
@@ -224,11 +230,12 @@ class World:
     Args:
         folder: where everything goes.
         updates: length of each run.
+        cache: of warm starts and compiled programs; in the folder by default.
     """
 
-    def __init__(self, folder: Path, updates: int) -> None:
+    def __init__(self, folder: Path, updates: int, cache: Path | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.cache, self.updates = folder, folder / "cache", updates
+        self.folder, self.cache, self.updates = folder, cache or folder / "cache", updates
         self._stack = contextlib.ExitStack()
         self._references: dict[str, Trial] = {}
         asked = [
@@ -261,7 +268,7 @@ class World:
             trial = Trial(self, f"undisturbed {task}", task)
             self._stack.callback(trial.end)
             if trial.updates() != self.updates or not (trial.run_dir / "report.md").exists():
-                shutil.rmtree(trial.run_dir, ignore_errors=True)
+                trial.forget()
                 trial.start()
                 assert trial.ended() == 0, trial.tail()
             self._references[task] = trial
@@ -273,7 +280,7 @@ class World:
         task = "math" if where == "math" else "search"
         self.reference(task)
         trial = Trial(self, name, task)
-        shutil.rmtree(trial.run_dir, ignore_errors=True)
+        trial.forget()
         with contextlib.ExitStack() as stack:
             stack.callback(trial.end)
             SURROUNDINGS[where](self, trial, stack)
@@ -335,7 +342,9 @@ def proxied(world: World, trial: Trial, stack: contextlib.ExitStack) -> None:
     """A server behind a proxy that can spoil any answer."""
     trial.servers = [stack.enter_context(world.launch(trial.run_dir.name))]
     trial.proxy = stack.enter_context(FaultyProxy(trial.servers[0].url))
-    trial.arguments = [f"--rollout.urls={trial.proxy.url}"]
+    # What is never answered is given up after four times the deadline.
+    patience = ["--rollout.timeout-seconds=15", "--rollout.deadline-seconds=45"]
+    trial.arguments = [f"--rollout.urls={trial.proxy.url}", *patience]
 
 
 def two_servers(world: World, trial: Trial, stack: contextlib.ExitStack) -> None:
@@ -513,7 +522,8 @@ def full(name: str) -> Callable[[Trial], None]:
             while True:
                 file.write(bytes(1 << 14))
         assert trial.ended() == 1, trial.tail()
-        filler.unlink()
+        # A run removes its weights when it ends.
+        filler.unlink(missing_ok=True)
         trial.resume()
 
     return strike
@@ -820,7 +830,7 @@ def strike(trial: Trial, fault: Fault) -> Outcome:
     seconds = time.monotonic() - started
     said = trial.said()[mark:]
     line = re.search(fault.says, said) if fault.says else None
-    assert "Traceback" not in said, said
+    assert "Traceback" not in said, f"it printed a traceback: {said[-3000:]}"
     resumed = re.search(r"resumed from update (\d+)", said)
     repeated = 0
     if trial.process is not process:
@@ -913,28 +923,47 @@ def row(outcome: Outcome) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def groups(faults: Sequence[Fault]) -> list[list[Fault]]:
+def groups(faults: Sequence[Fault], size: int) -> list[list[Fault]]:
     """Faults that one run can suffer: in the same surroundings, and with the same promise."""
-    found: dict[Any, list[Fault]] = {}
+    found: list[list[Fault]] = []
+    open_: dict[Any, list[Fault]] = {}
     for fault in faults:
-        found.setdefault(fault.where if fault.exact else fault.name, []).append(fault)
-    return list(found.values())
+        kind = fault.where if fault.exact else fault.name
+        group = open_.get(kind, [])
+        # That one comes before anything else in a run.
+        if not group or len(group) == size or fault.strike is kill_before_the_first_checkpoint:
+            group = open_[kind] = []
+            found.append(group)
+        group.append(fault)
+    return found
+
+
+def write_table(folder: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write what is known of all faults, those of earlier commands too."""
+    ordered = [results[fault.name] for fault in FAULTS if fault.name in results]
+    (folder / "faults.json").write_text(json.dumps(ordered, indent=2) + "\n")
+    (folder / "faults.md").write_text("\n".join([HEAD, RULE, *map(line_of, ordered)]) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only faults whose name holds one of these")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--updates", type=int, default=200, help="length of each run")
+    parser.add_argument("--updates", type=int, default=100, help="length of each run")
     options = parser.parse_args()
+    # What it started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     jax.config.update("jax_num_cpu_devices", 4)
-    chosen = [f for f in FAULTS if not options.words or any(w in f.name for w in options.words)]
+    # In the order of the words.
+    named = {f.name: f for word in options.words or [""] for f in FAULTS if word in f.name}
     results: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        known = json.loads((options.folder / "faults.json").read_text())
+        results = {result["fault"]: result for result in known}
     with World(options.folder.absolute(), options.updates) as world:
         print(f"{HEAD}\n{RULE}", flush=True)
-        for task in {"math" if fault.where == "math" else "search" for fault in chosen}:
-            world.reference(task)
-        waiting = groups(chosen)
+        # Each takes some updates before it, and some after it.
+        waiting = groups(list(named.values()), max(options.updates // 16, 1))
         while waiting:
             faults = waiting.pop(0)
             outcomes: list[Outcome] = []
@@ -948,8 +977,9 @@ def main() -> int:
                 run_faults(world, faults, tell)
             except Skipped as reason:
                 problem = {"skipped": str(reason)}
-            except AssertionError as error:
-                problem = {"failed": str(error)}
+            except Exception as error:
+                # A defect of the product or of this program: the others are struck all the same.
+                problem = {"failed": f"{type(error).__name__}: {error}"}
                 # Those that have not been struck yet get a run of their own.
                 if rest := faults[len(outcomes) + 1 :]:
                     waiting.insert(0, rest)
@@ -957,17 +987,14 @@ def main() -> int:
             for outcome in outcomes:
                 results[outcome.fault] = dataclasses.asdict(outcome)
             if problem:
-                print(problem, flush=True)
+                print(str(problem)[:3000], flush=True)
                 struck = faults if "skipped" in problem else faults[-1:]
                 results |= {f.name: {"fault": f.name, **problem} for f in struck}
             else:
                 print(f"{len(faults)} struck; difference: {outcomes[0].difference}", flush=True)
-            text = json.dumps(list(results.values()), indent=2)
-            (options.folder / "faults.json").write_text(text + "\n")
-    table = [HEAD, RULE, *map(line_of, results.values())]
-    (options.folder / "faults.md").write_text("\n".join(table) + "\n")
-    failed = sum("failed" in result for result in results.values())
-    print(f"{len(results)} faults, {failed} failed: {options.folder / 'faults.md'}")
+            write_table(options.folder, results)
+    failed = sum("failed" in results[name] for name in named)
+    print(f"{len(named)} faults, {failed} failed: {options.folder / 'faults.md'}")
     return 1 if failed else 0
 
 

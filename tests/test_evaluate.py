@@ -44,11 +44,6 @@ def chat(question, answer):
     }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def learn(task, rows, folder, cache):
     """Fine-tune a tiny model, through the command, until it knows the chats by heart."""
     arguments = [

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import resource
 import struct
 
 import jax
@@ -250,6 +251,18 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path):
         hf.save_hf(folder, broken, LLAMA)
     assert (folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_that_find_no_room_raise_an_error_of_the_system_and_leave_nothing(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a quota or a full disk: the small files fit.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match=r"model.safetensors cannot be written: .*too large"):
+            hf.save_hf(tmp_path / "model", random_params(LLAMA), LLAMA)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------ strictness

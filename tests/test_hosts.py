@@ -104,11 +104,6 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(cache, tmp_path_factory):
     """Four updates of two processes."""
     folder = tmp_path_factory.mktemp("undisturbed")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -347,7 +348,7 @@ def test_impossible_adapters_are_refused_by_name(flag, message, capsys):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path):
+def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path, cache):
     arguments = [
         *("--task=search", "--lora.rank=2", "--lora.alpha=8", "--updates=2", "--staleness=0"),
         *("--batch-size=8", "--micro-batches=2", "--critic-warmup-updates=0", "--sft.updates=3"),
@@ -357,7 +358,7 @@ def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path):
         *("--rollout.slots=8", "--rollout.max-in-flight=8", "--checkpoint-every=1"),
         # Nothing is answered yet, and a reward of 0 would move nothing.
         *("--search.reward-format=1", "--actor.learning-rate=0.1", "--actor.warmup-updates=0"),
-        f"--cache-dir={tmp_path / 'cache'}",
+        f"--cache-dir={cache}",
     ]
 
     def finish(*more):
@@ -368,7 +369,7 @@ def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path):
         return done.stdout
 
     folder = tmp_path / "run"
-    finish(*arguments, f"--run-dir={folder}")
+    said = finish(*arguments, f"--run-dir={folder}")
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[1]["actor/gradient_norm"] > 0
@@ -376,8 +377,8 @@ def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path):
     assert rows[2]["rollout/decode_gap_max"] < 1e-4
     assert json.loads((folder / "config.json").read_text())["lora"]["rank"] == 2
     trained, config = hf.load_hf(folder / "model")
-    (start,) = (tmp_path / "cache").rglob("model.safetensors")
-    before, _ = hf.load_hf(start.parent)
+    (start,) = re.findall(r"warm start: (\S+)", said)
+    before, _ = hf.load_hf(start)
     assert_equal(trained["embed"], before["embed"])
     moved = np.asarray(trained["layers"]["query"] - before["layers"]["query"])
     assert np.linalg.matrix_rank(moved[0], tol=1e-5) == 2

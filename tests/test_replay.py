@@ -52,12 +52,6 @@ RECORD = [
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Warm start and compiled programs, shared by all runs of this file."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def command(*args):
     return [sys.executable, str(EXPERIMENTS / "run.py"), *map(str, args)]
 

@@ -48,22 +48,12 @@ TINY = [
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Warm start and compiled programs, shared by all runs of this file."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def arguments(cache, run_dir, *more):
     return [*TINY, f"--cache-dir={cache}", f"--run-dir={run_dir}", *more]
 
 
 def command(*args):
     return [sys.executable, str(EXPERIMENTS / "run.py"), *map(str, args)]
-
-
-def losses(run_dir):
-    return {row["step"]: row["actor/loss"] for row in read_metrics(run_dir) if "actor/loss" in row}
 
 
 @pytest.fixture(scope="module")
@@ -209,43 +199,6 @@ def test_staleness_zero_is_synchronous_and_on_policy(synchronous):
         assert row["coupling/mask_kept"] > 0.995
 
 
-def test_a_killed_run_resumes_with_the_same_prompts_and_losses(synchronous, cache, tmp_path):
-    run_dir = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(*arguments(cache, run_dir, "--staleness=0", "--updates=4", "--checkpoint-every=2")),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
-    while not any((run_dir / "checkpoints").glob("2")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    done = subprocess.run(
-        command(f"--resume={run_dir}"), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed from update 2" in done.stdout
-    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
-    assert losses(run_dir) == pytest.approx(losses(synchronous), abs=1e-6)
-    same = ("reward/mean", "batch/tokens", "actor/learning_rate", "critic/learning_rate")
-    for ours, theirs in zip(read_metrics(run_dir), read_metrics(synchronous), strict=True):
-        for name in same:
-            assert ours.get(name) == theirs.get(name), (ours["step"], name)
-
-
-def test_exact_staleness_is_exact_after_the_ramp(cache, tmp_path):
-    run_dir = tmp_path / "exact"
-    exact = ["--staleness=2", "--staleness-mode=exact", "--updates=5"]
-    done = subprocess.run(
-        command(*arguments(cache, run_dir, *exact)), capture_output=True, text=True, timeout=380
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["lag/max"] for row in read_metrics(run_dir)[1:]] == [0, 1, 2, 2, 2]
-    assert [row["lag/mean"] for row in read_metrics(run_dir)[1:]] == [0, 1, 2, 2, 2]
-
-
 def test_a_math_run_writes_and_runs_code(cache, tmp_path):
     run_dir = tmp_path / "math"
     math = ["--task=math", "--math.train=300", "--math.held-out=40", "--math.direct-share=0"]
@@ -328,34 +281,6 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(cache, tmp_path):
     assert max(steps) >= 2
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-
-
-def test_a_killed_server_is_started_again_with_the_right_weights(cache, tmp_path):
-    run_dir = tmp_path / "server"
-    process = subprocess.Popen(
-        command(*arguments(cache, run_dir, "--staleness=1", "--updates=40", "--eval.every=0")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 300
-    while len(read_metrics(run_dir)) < 4:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    servers = [
-        child
-        for child in psutil.Process(process.pid).children()
-        if "copc_jax.rollout.server" in " ".join(child.cmdline())
-    ]
-    os.kill(servers[0].pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert "starting it again" in output
-    rows = read_metrics(run_dir)
-    assert [row["step"] for row in rows] == list(range(41))
-    # Bounded as before, and no token of the weights that the server was first started with.
-    assert max(row["lag/max"] for row in rows[1:]) <= 1
-    assert all(abs(row["coupling/log_ratio"]) < 0.5 for row in rows[1:])
 
 
 @pytest.mark.parametrize("kind", ["closed", "not SGLang"])

@@ -162,10 +162,10 @@ def test_columns_are_what_differs_and_what_was_measured(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, cache):
     """Start the sweep; what a failed test leaves of it is ended."""
     core = sorted(psutil.Process().cpu_affinity())[0]
-    command = [sys.executable, sweep.__file__, *TINY, f"--cache-dir={tmp_path / 'cache'}"]
+    command = [sys.executable, sweep.__file__, *TINY, f"--cache-dir={cache}"]
     command += [f"--out={tmp_path / 'sweep'}", f"--cores={core}"]
     command += ["--grid.rollout.logprob-gap-limit=inf,1e-12"]
     with contextlib.ExitStack() as stack:
@@ -222,7 +222,10 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(tmp_path, start):
     assert finished["record"]["kept"] > 0 and finished["record"]["final"] is not None
     steps = [r["step"] for r in read_metrics(runs / finished["run"])]
     assert steps == [0, 1, 2, 3]
-    assert "disagree" in failed["error"] and failed["exit"] == 1
+    assert failed["exit"] == 1
+    # What a person reads names the limit and likely causes.
+    for word in ("disagree", "rollout.logprob_gap_limit", "precision", "stale"):
+        assert word in failed["error"], word
     assert failed["error"] in text
     about = json.loads((folder / sweep.SWEEP_FILE).read_text())
     assert "--grid.rollout.logprob-gap-limit=inf,1e-12" in about["started"][0]["command"]

@@ -53,8 +53,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return parse([*TINY, f"--cache-dir={tmp_path_factory.mktemp('cache')}"])
+def config(cache):
+    return parse([*TINY, f"--cache-dir={cache}"])
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +141,6 @@ def test_a_server_that_keeps_old_weights_is_refused_at_any_staleness(config, fol
     # The two updates that it took pass.
     _, *rows = read_metrics(tmp_path / "run")
     assert len(rows) >= 2 and sum(row["rollout/logprob_gap_tokens"] for row in rows) > 0
-
-
-def test_a_gap_past_the_limit_ends_the_run_with_its_likely_causes(config, folder, tmp_path):
-    with launch(config, folder, tmp_path / "server.log", "embedded") as server:
-        limit = "--rollout.logprob-gap-limit=1e-12"
-        done = train(config, tmp_path / "run", [server], "--updates=2", limit)
-    assert done.returncode == 1, done.stdout + done.stderr
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("error at update")]
-    assert "rollout.logprob_gap_limit" in said and "precision" in said and "stale" in said
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @contextlib.contextmanager
