@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pathlib
+import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -113,6 +115,10 @@ class Checkpointer:
         parts = {"state": state, "host": {"archive": encode_host(host)}}
         description = {"format": FORMAT, "leaves": _describe(state)}
         try:
+            # Of a folder that takes nothing orbax finds out after starting threads that wait for
+            # minutes, and keep the process from ending.
+            self.directory.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.directory))
             response = self._open_writer().save_checkpointables_async(
                 step, parts, force=True, custom_metadata=description
             )

@@ -7,6 +7,7 @@ import logging
 import pathlib
 import resource
 import shutil
+import threading
 import time
 
 import jax
@@ -168,19 +169,13 @@ def incompressible(step: int) -> LearnerState:
     return small_state().replace(critic={"noise": jnp.asarray(noise)})
 
 
-# With no byte at all, orbax cannot write what describes the step either.
-@pytest.mark.parametrize("size", [20_000, 0])
 @pytest.mark.parametrize("notice", ["check", "wait", "close", "save"])
-def test_failed_background_save_is_reported_and_the_last_good_step_stays(
-    tmp_path, notice, size, caplog
-):
-    # What is logged goes into a file too.
-    caplog.set_level(logging.CRITICAL, "absl")
+def test_failed_background_save_is_reported_and_the_last_good_step_stays(tmp_path, notice):
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(1, incompressible(1), HOST)
     checkpointer.wait()
     refused = pytest.raises(CheckpointError, match=r"saving step 2 .*last complete step is 1")
-    with files_of_at_most(size), refused:
+    with files_of_at_most(20_000), refused:
         checkpointer.save(2, incompressible(2), HOST)
         if notice == "check":
             for _ in range(1_000):
@@ -196,6 +191,35 @@ def test_failed_background_save_is_reported_and_the_last_good_step_stays(
     checkpointer.close()
     assert checkpointer.steps() == [3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
+
+
+# Callbacks of a failed save find its event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_of_which_nothing_can_be_written_is_reported_as_such(tmp_path, caplog):
+    """Also what describes the step fails, and does so again when the writer is closed."""
+    # What is logged goes into a file too.
+    caplog.set_level(logging.CRITICAL, "absl")
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, small_state(), HOST)
+    checkpointer.wait()
+    refused = pytest.raises(CheckpointError, match=r"saving step 2 .*last complete step is 1")
+    with files_of_at_most(0), refused:
+        checkpointer.save(2, small_state(), HOST)
+        checkpointer.wait()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_folder_that_takes_nothing_is_said_at_once_and_leaves_no_thread(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    checkpointer.save(1, small_state(), HOST)
+    checkpointer.wait()
+    known = set(threading.enumerate())
+    # A file system that takes no folder, from the superuser neither.
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to("/proc/sys")
+    with pytest.raises(CheckpointError, match=r"saving step 2 to .*Errno"):
+        checkpointer.save(2, small_state(), HOST)
+    assert set(threading.enumerate()) <= known
 
 
 def empty_directory(path: pathlib.Path, good: pathlib.Path) -> None:
