@@ -13,6 +13,7 @@ PACKAGE = Path(copc_jax.__file__).parent
 PURE = ("types", "returns", "losses", "methods", "analysis", "model", "sharding", "staging")
 HEAVY = (
     "aiohttp",
+    "flax",
     "grain",
     "httpx",
     "optax",
