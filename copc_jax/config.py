@@ -534,7 +534,7 @@ class RunConfig:
     critic_warmup_updates: int = 10
     """First updates that train only the critic: return correction is inert until the critic
     explains something."""
-    micro_batches: int = 8
+    micro_batches: int = 16
     """Slices of a batch that are accumulated one after another; slices without a token are free."""
     truncated: Literal["terminal", "bootstrap"] = "terminal"
     """What an episode that was cut by its budget is worth after the cut: nothing, or the critic's

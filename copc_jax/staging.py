@@ -209,11 +209,12 @@ def pack(
 ) -> tuple[Batch, PackStats]:
     """Pack trajectories into one batch of numpy arrays of the fixed shape `[rows, time]`.
 
-    Trajectories keep their order and go into the first row with room; segments count from 1 in each
-    row, positions from 0 in each segment. Unused slots hold `pad_id`, segment 0 and zeros, so they
-    are never trained on. The reward stands on the last action token and nowhere else, `discount` is
-    `gamma` on action tokens and 0 on the last one. Off action tokens the behavior log-probability
-    is 0 and the weight version -1, whatever the trajectory holds there.
+    The longest come first, those of one length in their order, and each goes into the first row
+    with room; segments count from 1 in each row, positions from 0 in each segment. Unused slots
+    hold `pad_id`, segment 0 and zeros, so they are never trained on. The reward stands on the last
+    action token and nowhere else, `discount` is `gamma` on action tokens and 0 on the last one. Off
+    action tokens the behavior log-probability is 0 and the weight version -1, whatever the
+    trajectory holds there.
 
     With `truncated="bootstrap"` a cut episode goes on to be worth V of the whole of what was
     sampled, which only the learner knows. `value[t]` is V of the prefix before token t, so that V
@@ -269,7 +270,7 @@ def pack(
     for trajectory, needed in zip(kept, slots, strict=True):
         if needed > time:
             raise ValueError(f"{_name(trajectory)} takes {needed} slots, a row has {time}")
-    places = _first_fit(slots, time)
+    places = _fit(slots, time)
     rows_used = 1 + max((row for row, _, _ in places), default=-1)
     if rows_used > rows:
         raise ValueError(
@@ -452,6 +453,20 @@ def _group_advantages(
 
 def _needs_slot(trajectory: Trajectory) -> bool:
     return trajectory.status == "truncated" and bool(trajectory.is_action[-1])
+
+
+def _fit(lengths: Sequence[int], time: int) -> list[tuple[int, int, int]]:
+    """Return (row, first slot, segment id) of each length, the longest placed first.
+
+    Where that takes more rows than their own order, which happens, their order stands: what
+    `fitting` counted must fit.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    placed = _first_fit([lengths[index] for index in order], time)
+    plain = _first_fit(lengths, time)
+    if max((row for row, *_ in placed), default=0) > max((row for row, *_ in plain), default=0):
+        return plain
+    return [place for _, place in sorted(zip(order, placed, strict=True))]
 
 
 def _first_fit(lengths: Sequence[int], time: int) -> list[tuple[int, int, int]]:

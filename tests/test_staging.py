@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from copc_jax import returns
-from copc_jax.staging import Admission, pack, staleness, staleness_stats
+from copc_jax.staging import Admission, fitting, pack, staleness, staleness_stats
 from copc_jax.types import Trajectory
 
 DEFAULTS = {
@@ -350,8 +350,8 @@ def test_empty_aborted_and_unscored_episodes_are_left_out_and_counted():
     assert not batch.segment_ids.any()
 
 
-def test_first_fit_keeps_the_order_and_uses_what_room_is_left():
-    lengths = [6, 5, 4, 3, 2]
+def test_the_longest_come_first_and_the_rest_takes_what_room_is_left():
+    lengths = [2, 3, 4, 5, 6]
     episodes = [trajectory([0] + [1] * (n - 1), prompt=f"q{n}", reward=float(n)) for n in lengths]
     batch, stats = packed(episodes, rows=3, time=10)
     assert stats.rows_used == 2 and stats.fill == pytest.approx(20 / 30)
@@ -359,6 +359,21 @@ def test_first_fit_keeps_the_order_and_uses_what_room_is_left():
     assert batch.reward[1].tolist() == [0, 0, 0, 0, 5, 0, 0, 3, 0, 2]
     assert batch.segment_ids[1].tolist() == [1] * 5 + [2] * 3 + [3] * 2
     assert not batch.segment_ids[2].any()
+    assert [(t.prompt_id, *place) for t, *place in stats.places] == [
+        ("q2", 1, 8),
+        ("q3", 1, 5),
+        ("q4", 0, 6),
+        ("q5", 1, 0),
+        ("q6", 0, 0),
+    ]
+
+
+def test_packing_never_takes_more_rows_than_the_order_of_submission():
+    # The longest first would take three rows of ten.
+    lengths = [4, 3, 3, 4, 3, 3]
+    episodes = [trajectory([0] + [1] * (n - 1), prompt=f"q{i}") for i, n in enumerate(lengths)]
+    assert fitting(episodes, rows=2, time=10) == len(episodes)
+    assert packed(episodes, rows=2, time=10)[1].rows_used == 2
 
 
 def test_too_few_rows_says_how_many_would_do():

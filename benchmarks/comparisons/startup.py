@@ -110,7 +110,7 @@ def compare(bench: Bench) -> None:
     updates = 3 if bench.tiny else 10
     batches = 3 if bench.tiny else 50
     episodes = {
-        "search preset": {"episodes": 64, "time": 192, "mean": 60.0, "slices": 8},
+        "search preset": {"episodes": 64, "time": 192, "mean": 60.0, "slices": 16},
         "paper-search": {"episodes": 64, "time": 8192, "mean": 2000.0, "slices": 64},
     }
     measured = bench.measure(
