@@ -521,6 +521,8 @@ def full(name: str) -> Callable[[Trial], None]:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 14))
+        # Small files still fit.
+        os.truncate(filler, filler.stat().st_size - (1 << 16))
         assert trial.ended() == 1, trial.tail()
         # A run removes its weights when it ends.
         filler.unlink(missing_ok=True)
@@ -767,26 +769,26 @@ FAULTS = (
         "disk full while saving",
         "small disks",
         full("checkpoints"),
-        r"error at update \d+: .*",
+        r"error at update \d+: saving step .*",
     ),
     Fault(
         "disk full while publishing",
         "small disks",
         full("weights"),
-        r"error at update \d+: .*",
+        r"error at update \d+: the weights of update .*",
     ),
     Fault("disk full, whole run folder", "small disk", full(""), r"error at update \d+: .*"),
     Fault(
         "checkpoints become read-only",
         "small disks",
         unwritable("checkpoints"),
-        r"error at update \d+: .*",
+        r"error at update \d+: saving step .*",
     ),
     Fault(
         "weights become read-only",
         "small disks",
         unwritable("weights"),
-        r"error at update \d+: .*",
+        r"error at update \d+: the weights of update .*",
     ),
     Fault("clock jumps a day ahead, then a year back", "own clock", jump),
 )
