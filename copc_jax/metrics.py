@@ -57,7 +57,9 @@ import rich.live
 import rich.progress_bar
 import rich.table
 import rich.text
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -69,6 +71,11 @@ COMMAND_FILE = "command.txt"
 # What an evaluation results in, by the name that the tasks give it (0 to 1).
 SCORES = {"em": "exact match", "accuracy": "accuracy"}
 _SCORED = ("eval", "reward")
+# protobuf makes these classes at import, where type checkers do not see them.
+_EVENTS: Any = event_pb2
+_SUMMARIES: Any = summary_pb2
+# Between two flushes of TensorBoard's file, in seconds.
+_FLUSH_S = 10.0
 
 # Two-sided 95% points of Student's t by degrees of freedom, then of the normal distribution.
 _STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -277,13 +284,16 @@ class MetricsLogger:
         episodes = _prepare(self.run_dir / EPISODES_FILE, resume_step)
         self._episodes_bytes = episodes_bytes
         self._episodes_full = any("limit_bytes" in row for row in episodes)
-        self._tensorboard = tensorboardX.SummaryWriter(
-            str(self.run_dir / "tensorboard"),
-            purge_step=None if resume_step is None else resume_step + 1,
-            flush_secs=10,
-            # The name holds only host and second: a quick resume would overwrite the file.
-            filename_suffix=f".after{self._last_step}",
-        )
+        # Written here and not by tensorboardX's thread: when that cannot write, it ends, and
+        # whoever logs waits for it for ever.
+        folder = self.run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        # The name holds only host and second: a quick resume would overwrite the file.
+        self._tensorboard = EventsWriter(str(folder / "events"), f".after{self._last_step}")
+        self._flushed = time.monotonic()
+        if resume_step is not None:
+            start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
+            self._tensorboard.write_event(_EVENTS.Event(step=resume_step + 1, session_log=start))
         self._display = _Display(stream or sys.stderr, total_steps, console, console_seconds)
         for row in kept:
             self._display.update(row)
@@ -318,6 +328,7 @@ class MetricsLogger:
         Raises:
             ValueError: the step is already logged, or a name is reserved.
             TypeError: a value is neither a number nor a list of numbers; the message names it.
+            OSError: the line cannot be written.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}, already logged")
@@ -326,10 +337,15 @@ class MetricsLogger:
             if name in ("step", "time"):
                 raise ValueError(f"the metric name {name!r} is reserved")
             row[name] = _plain(name, value)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        self._last_step = step
-        self._write_tensorboard(row, histograms or {})
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            self._last_step = step
+            self._write_tensorboard(row, histograms or {})
+        except OSError as error:
+            # Of a full disk it names no file.
+            message = f"the figures of update {step} cannot be written to {self.run_dir}: {error}"
+            raise OSError(message) from error
         self._display.update(row)
         self._display.show(force=any(f"eval/{score}" in row for score in SCORES))
 
@@ -359,21 +375,23 @@ class MetricsLogger:
     def close(self) -> None:
         """Ends the display and closes all files; may be called twice."""
         self._display.stop()
-        self._file.close()
-        self._tensorboard.close()
+        for file in (self._file, self._tensorboard):
+            # What could not be written was said when it was logged.
+            with contextlib.suppress(OSError, ValueError):
+                file.close()
 
     def _write_tensorboard(
         self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray]
     ) -> None:
-        step = row["step"]
+        values: list[Any] = []
         for name, value in row.items():
             if name in ("step", "time") or value is None:
                 continue
             if not isinstance(value, list):
-                self._tensorboard.add_scalar(name, value, step)
+                values += summary.scalar(name, value).value
             elif any(value):
                 counts, bins = np.asarray(value, np.float64), np.arange(len(value))
-                self._tensorboard.add_histogram_raw(
+                values += summary.histogram_raw(
                     name,
                     min=float(np.flatnonzero(counts)[0]),
                     max=float(np.flatnonzero(counts)[-1]),
@@ -382,13 +400,19 @@ class MetricsLogger:
                     sum_squares=float(counts @ bins**2),
                     bucket_limits=(bins + 0.5).tolist(),
                     bucket_counts=counts.tolist(),
-                    global_step=step,
-                )
+                ).value
         for name, samples in histograms.items():
             finite = np.asarray(samples, np.float64).ravel()
             finite = finite[np.isfinite(finite)]
             if finite.size:
-                self._tensorboard.add_histogram(name, finite, step, bins="auto")
+                values += summary.histogram(name, finite, bins="auto").value
+        shown = _SUMMARIES.Summary(value=values)
+        event = _EVENTS.Event(wall_time=time.time(), step=row["step"], summary=shown)
+        self._tensorboard.write_event(event)
+        # A flush goes to the disk itself.
+        if time.monotonic() > self._flushed + _FLUSH_S:
+            self._tensorboard.flush()
+            self._flushed = time.monotonic()
 
 
 class NoLog:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -218,8 +219,7 @@ def test_resume_goes_on_without_double_steps(tmp_path):
         event.step for event in events[:index] if event.HasField("summary") and event.step < purge
     ]
     shown += [event.step for event in events[index:] if event.HasField("summary")]
-    scalars = [step for step in range(1, 10) for _ in ("loss", "ratio")]
-    assert sorted(shown) == scalars
+    assert sorted(shown) == list(range(1, 10))
 
 
 def test_a_new_run_does_not_overwrite_another(tmp_path):
@@ -251,6 +251,25 @@ def test_tensorboard_gets_scalars_and_histograms(tmp_path):
     assert (lag.num, lag.sum, lag.sum_squares, lag.min, lag.max) == (3, 2, 4, 0, 2)
     assert list(lag.bucket_limit) == [0.5, 1.5, 2.5] and list(lag.bucket) == [2, 0, 1]
     assert values["ratio"].histo.num == 3 and values["ratio"].histo.sum == 6
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_is_said_and_blocks_nothing(tmp_path, file):
+    """Also where TensorBoard's file alone cannot grow, for more values than any queue holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsLogger(tmp_path, console=False) as logger:
+        logger.log(1, {"loss": 0.5})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if file == "tensorboard" else 0, hard))
+        try:
+            with pytest.raises(
+                OSError, match=r"figures of update \d+ cannot be written to .*large"
+            ):
+                for step in range(2, 2000):
+                    samples = {f"h{i}": np.arange(100.0) for i in range(200)}
+                    logger.log(step, {}, samples if file == "tensorboard" else {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_metrics(tmp_path)[0]["step"] == 1
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
