@@ -513,7 +513,14 @@ def compare(bench: Bench) -> None:
                 Case(
                     f"latency {batch}", __file__, "latency", {**ours, "calls": calls}, process=own
                 ),
-                Case(f"transformers {batch}", __file__, "transformers_generate", ours, "torch"),
+                Case(
+                    f"transformers {batch}",
+                    __file__,
+                    "transformers_generate",
+                    ours,
+                    "torch",
+                    process="transformers",
+                ),
                 *(
                     Case(
                         f"llama.cpp {name} {batch}",
@@ -525,7 +532,14 @@ def compare(bench: Bench) -> None:
                     )
                     for name, file in files.items()
                 ),
-                Case(f"tunix {batch}", __file__, "tunix_sample", {**size, **common}, "tunix"),
+                Case(
+                    f"tunix {batch}",
+                    __file__,
+                    "tunix_sample",
+                    {**size, **common},
+                    "tunix",
+                    process="tunix",
+                ),
             ]
         # Seconds a repetition: three rounds tell enough.
         measured = bench.measure("engine", cases, rounds=min(bench.rounds, 3))

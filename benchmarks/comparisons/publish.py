@@ -18,13 +18,32 @@ from harness import Bench, Case, Row, Spread
 
 # Sizes of the search preset's model, and of SmolLM2-135M; tokens of a step.
 MODELS = {
-    "1M": {"embed": 128, "layers": 2, "vocabulary": 6144, "ratio": 2, "rows": 20, "time": 192},
-    "135M": {"embed": 576, "layers": 30, "vocabulary": 49152, "ratio": 3, "rows": 4, "time": 256},
+    "1M": {
+        **{"embed": 128, "layers": 2, "vocabulary": 6144, "ratio": 2},
+        **{"rows": 20, "time": 192, "method": "copc"},
+    },
+    "135M": {
+        **{"embed": 576, "layers": 30, "vocabulary": 49152, "ratio": 3},
+        **{"rows": 2, "time": 256, "method": "dapo"},
+    },
 }
-TINY = {"tiny": {"embed": 32, "layers": 1, "vocabulary": 64, "ratio": 4, "rows": 2, "time": 32}}
+TINY = {
+    "tiny": {
+        **{"embed": 32, "layers": 1, "vocabulary": 64, "ratio": 4},
+        **{"rows": 2, "time": 32, "method": "copc"},
+    }
+}
 
 
-def _build(embed: int, layers: int, vocabulary: int, ratio: int, rows: int, time: int) -> Any:
+def _build(
+    embed: int,
+    layers: int,
+    vocabulary: int,
+    ratio: int,
+    rows: int,
+    time: int,
+    method: str,
+) -> Any:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -44,7 +63,7 @@ def _build(embed: int, layers: int, vocabulary: int, ratio: int, rows: int, time
             num_kv_heads=heads if heads % 3 else heads // 3,
             head_dim=embed // heads,
         ),
-        method=METHODS["copc"],
+        method=METHODS[method],
         loss=LossConfig(),
         actor=learner.OptimizerConfig(),
         critic=learner.OptimizerConfig(),
@@ -133,7 +152,7 @@ def publish(updates: int, **size: Any) -> dict[str, Any]:
 
 def compare(bench: Bench) -> None:
     sizes = TINY if bench.tiny else MODELS
-    updates = {"1M": max(bench.rounds, 3), "135M": 2, "tiny": 2}
+    updates = {"1M": max(bench.rounds, 3), "135M": 1, "tiny": 2}
     cases = [
         Case(name, __file__, "publish", {"updates": updates[name], **size})
         for name, size in sizes.items()
