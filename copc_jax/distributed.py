@@ -24,8 +24,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from copc_jax.config import DistributedConfig
 from copc_jax.rollout.collector import decode_state, encode_state
+from copc_jax.settings import DistributedConfig
 from copc_jax.types import Batch
 
 T = TypeVar("T")

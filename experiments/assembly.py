@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from copc_jax import access, data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
 from copc_jax.checkpoint import CheckpointError
-from copc_jax.config import PAPER_MODELS, TASK_FILE, RunConfig
+from copc_jax.config import PAPER_MODELS, TASK_FILE
 from copc_jax.distributed import PeerError
 from copc_jax.model import ModelConfig
 from copc_jax.rollout.client import RolloutError, SGLangClient
@@ -31,6 +31,7 @@ from copc_jax.rollout.collector import Collector
 from copc_jax.rollout.episode import EpisodeBudget, Task
 from copc_jax.rollout.launch import LaunchError, ServerProcess, launch_embedded, launch_sglang
 from copc_jax.rollout.recording import RecordingError
+from copc_jax.settings import RunConfig
 from copc_jax.tasks import math
 from copc_jax.tasks.search import SearchConfig, SearchTask, extract_answer, read_tags
 from copc_jax.tasks.verify import Verifier, VerifierError, check_gold

@@ -18,7 +18,7 @@ import numpy as np
 
 from copc_jax import data, staging
 from copc_jax.checkpoint import config_differences
-from copc_jax.config import CONFIG_FILE, RunConfig, from_json, to_dict
+from copc_jax.config import CONFIG_FILE, from_json, to_dict
 from copc_jax.distributed import Processes, process_seed
 from copc_jax.methods import METHODS
 from copc_jax.rollout.client import SamplingParams
@@ -33,6 +33,7 @@ from copc_jax.rollout.episode import run_episode
 from copc_jax.rollout.gap import LogprobGap, Reference
 from copc_jax.rollout.launch import ServerProcess
 from copc_jax.rollout.recording import Recorder, Recording, RecordingError
+from copc_jax.settings import RunConfig
 from copc_jax.types import Prompt, Trajectory
 
 # Inside a run folder: its recording.

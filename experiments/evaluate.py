@@ -35,12 +35,13 @@ import assembly
 import numpy as np
 
 from copc_jax import data, hf, metrics
-from copc_jax.config import RunConfig, parse_command, refuse
+from copc_jax.config import parse_command, refuse
 from copc_jax.distributed import Processes
 from copc_jax.rollout.client import RolloutError, SamplingParams, SGLangClient
 from copc_jax.rollout.collector import Collector, episode_seed
 from copc_jax.rollout.episode import EpisodeFailed, run_episode
 from copc_jax.rollout.launch import LaunchError, ServerProcess
+from copc_jax.settings import RunConfig
 from copc_jax.tools.retriever import RetrieverError
 from copc_jax.types import Prompt, Trajectory
 

@@ -47,18 +47,7 @@ from copc_jax import (
 )
 from copc_jax.analysis import finish
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract, config_differences
-from copc_jax.config import (
-    PAPER_MODELS,
-    DistributedConfig,
-    MeshConfig,
-    RunConfig,
-    parse,
-    refuse,
-    require_processes,
-    sources,
-    to_dict,
-    to_json,
-)
+from copc_jax.config import PAPER_MODELS, parse, refuse, sources, to_dict, to_json
 from copc_jax.distributed import PeerError
 from copc_jax.learner import Learner, LearnerConfig, build_learner
 from copc_jax.methods import METHODS, PAPER_REDUCE
@@ -66,6 +55,7 @@ from copc_jax.rollout.collector import CollectorError
 from copc_jax.rollout.episode import EpisodeFailed
 from copc_jax.rollout.gap import Reference, decode_gap
 from copc_jax.rollout.launch import ServerProcess
+from copc_jax.settings import DistributedConfig, MeshConfig, RunConfig, require_processes
 from copc_jax.types import Batch, Prompt, Targets, Trajectory
 
 # What can become of servers, tools and files while a run goes on: one line, no traceback.

@@ -33,8 +33,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from copc_jax import analysis, data, datasets, hf, learner, model, sharding, staging
-from copc_jax.config import RunConfig, parse_command, refuse
+from copc_jax.config import parse_command, refuse
 from copc_jax.learner import OptimizerConfig
+from copc_jax.settings import RunConfig
 from copc_jax.tasks import math as math_task
 from copc_jax.tasks import search
 from copc_jax.types import Batch, Trajectory

@@ -46,8 +46,9 @@ from typing import IO, Any
 
 from copc_jax import comparison, metrics
 from copc_jax.checkpoint import Checkpointer
-from copc_jax.config import RunConfig, parse, refuse, to_dict
+from copc_jax.config import parse, refuse, to_dict
 from copc_jax.methods import METHODS
+from copc_jax.settings import RunConfig
 
 ROWS_FILE = "rows.jsonl"
 PLANNED_FILE = "planned.jsonl"

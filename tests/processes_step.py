@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from copc_jax import distributed
-from copc_jax.config import DistributedConfig
+from copc_jax.settings import DistributedConfig
 
 
 def main(method: str, file: str, coordinator: str, processes: int, process_id: int) -> None:

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from copc_jax.config import (
-    PRESETS,
-    MeshConfig,
-    RolloutConfig,
-    RunConfig,
-    from_json,
-    parse,
-    to_dict,
-    to_json,
-)
+from copc_jax.config import PRESETS, from_json, parse, to_dict, to_json
 from copc_jax.learner import OptimizerConfig
 from copc_jax.methods import METHODS
+from copc_jax.settings import MeshConfig, RolloutConfig, RunConfig
 
 
 def _fields(kind, prefix=""):

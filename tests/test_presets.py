@@ -15,17 +15,10 @@ import pytest
 import run
 
 from copc_jax import memory, model, sharding
-from copc_jax.config import (
-    PAPER_MODELS,
-    PAPER_SOURCES,
-    PRESETS,
-    RunConfig,
-    TinyModelConfig,
-    parse,
-    sources,
-)
+from copc_jax.config import PAPER_MODELS, PAPER_SOURCES, PRESETS, parse, sources
 from copc_jax.learner import LearnerConfig, OptimizerConfig, build_learner
 from copc_jax.methods import METHODS, LossConfig
+from copc_jax.settings import RunConfig, TinyModelConfig
 
 PAPER = sorted(PAPER_SOURCES)
 H200_GB = 141

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from copc_jax import staging
-from copc_jax.config import RunConfig
 from copc_jax.rollout.recording import MANIFEST_FILE, Recorder, Recording, RecordingError
+from copc_jax.settings import RunConfig
 from copc_jax.types import Trajectory
 
 DESCRIPTION = {"task": "search", "batch_size": 3, "updates_per_batch": 1, "start": "abc"}
