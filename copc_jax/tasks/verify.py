@@ -369,8 +369,9 @@ class _Worker:
 class Verifier:
     """Compares answers with gold answers; safe to share between threads and event loops.
 
-    Processes start when the first pair needs one. A comparison that takes too long or brings its
-    process down counts as wrong, and in `timeouts` or `crashes`; a growing number is logged.
+    Processes start when the first pair needs one. A comparison that takes too long counts as wrong.
+    One whose process dies is made again in a new one, as most die of what no answer can help, and
+    counts as wrong when that dies, too. `timeouts` and `crashes` count both; growth is logged.
     """
 
     def __init__(self, processes: int = 1, *, timeout: float = 6.0, start_timeout: float = 120.0):
@@ -437,22 +438,26 @@ class Verifier:
         try:
             if self._closed:
                 raise VerifierError("the verifier is closed")
-            worker = worker or _Worker(self._start_timeout)
-            try:
-                verdict = worker.ask(request, self._timeout)
-                if verdict is None:
-                    self._count("timed out", request)
-                return bool(verdict)
-            except _NoReplyError as error:
-                self._count(str(error), request)
-            except VerifierError:
+            for _ in range(2):
+                worker = worker or _Worker(self._start_timeout)
+                try:
+                    verdict = worker.ask(request, self._timeout)
+                    if verdict is None:
+                        self._count("timed out", request)
+                    return bool(verdict)
+                except _NoReplyError as error:
+                    what = str(error)
+                except VerifierError:
+                    worker.kill()
+                    worker = None
+                    raise
+                self._count(what, request)
                 worker.kill()
                 worker = None
-                raise
-            worker.kill()
-            worker = None
-            # The next one imports its libraries while nobody waits.
-            worker = _Worker(self._start_timeout)
+                # The next one imports its libraries while nobody waits.
+                worker = _Worker(self._start_timeout)
+                if what == "timed out":
+                    break
             return False
         finally:
             self._idle.put(worker)
@@ -466,7 +471,8 @@ class Verifier:
             total = self.timeouts + self.crashes
         if total & (total - 1) == 0:  # The 1st, 2nd, 4th, 8th: a policy may provoke many.
             _LOG.warning(
-                "%d comparisons timed out and %d died, which count as wrong; the last was %.200s",
+                "%d comparisons timed out, which count as wrong, and %d died, which are made again "
+                "once; the last was %.200s",
                 *(self.timeouts, self.crashes, request),
             )
 
