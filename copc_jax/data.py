@@ -82,8 +82,8 @@ def dataset_fingerprint(prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
 class PromptIterator:
     """An endless stream of prompts in an order that a seed fixes, reshuffled every epoch.
 
-    `get_state` and `set_state` carry the position and the fingerprint of the data, both as plain
-    JSON values.
+    `get_state` and `set_state` carry the position, the share of the prompts that it is counted in,
+    and the fingerprint of the data, all as plain JSON values.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class PromptIterator:
         if len(prompts) < process_count:
             raise ValueError(f"{len(prompts)} prompts are too few for {process_count} processes")
         self.fingerprint = dataset_fingerprint(prompts, seed)
+        self._share = [process_index, process_count]
         # Processes take turns before the shuffle, so that none ever gets the prompt of another.
         source = grain.MapDataset.source(prompts)[process_index::process_count]
         endless = source.seed(seed).shuffle().repeat(None)
@@ -115,15 +116,19 @@ class PromptIterator:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position and the fingerprint of the data."""
-        return {"position": self._iterator.get_state(), "fingerprint": dict(self.fingerprint)}
+        """Return the position, the share and the fingerprint of the data."""
+        return {
+            "position": self._iterator.get_state(),
+            "share": list(self._share),
+            "fingerprint": dict(self.fingerprint),
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
 
         Raises:
-            ValueError: the state was saved over other prompts or with another seed; says what
-            differs.
+            ValueError: the state was saved over other prompts, with another seed, or over another
+            share of the prompts, where the position means others; says what differs.
         """
         saved = state["fingerprint"]
         differing = [key for key, value in self.fingerprint.items() if saved.get(key) != value]
@@ -132,6 +137,13 @@ class PromptIterator:
                 f"{k}: saved {saved.get(k)}, now {self.fingerprint[k]}" for k in differing
             )
             raise ValueError(f"the saved prompt position belongs to another data set ({details})")
+        # Checkpoints of before shares were saved do not say.
+        share = list(state.get("share", self._share))
+        if share != self._share:
+            raise ValueError(
+                f"the saved prompt position is of process {share[0]} of {share[1]}, this is "
+                f"process {self._share[0]} of {self._share[1]}: deal positions anew"
+            )
         self._iterator.set_state(dict(state["position"]))
 
 
@@ -143,7 +155,11 @@ def deal_positions(states: Sequence[Mapping[str, Any]], count: int) -> list[dict
     """
     taken = sum(state["position"]["next_index"] for state in states)
     return [
-        {**states[0], "position": {"next_index": taken // count + (process < taken % count)}}
+        {
+            **states[0],
+            "position": {"next_index": taken // count + (process < taken % count)},
+            "share": [process, count],
+        }
         for process in range(count)
     ]
 

@@ -94,6 +94,32 @@ def test_processes_share_the_prompts():
         data.prompt_iterator(PROMPTS[:1], 0, process_index=0, process_count=2)
 
 
+def test_a_position_among_other_processes_is_refused_until_it_is_dealt_anew():
+    """C102: as many prompts count as taken as before, and later epochs hold each once."""
+    old = [data.prompt_iterator(PROMPTS, 0, process_index=i, process_count=2) for i in (0, 1)]
+    assert not set(ids(old[0], 4)) & set(ids(old[1], 3))
+    states = [json.loads(json.dumps(iterator.get_state())) for iterator in old]
+    (whole,) = [data.prompt_iterator(PROMPTS, 0)]
+    with pytest.raises(ValueError, match="process 1 of 2, this is process 0 of 1"):
+        whole.set_state(states[1])
+    assert ids(whole, 10) == ids(data.prompt_iterator(PROMPTS, 0), 10)
+    for count in (1, 2, 5):
+        dealt = data.deal_positions(states, count)
+        new = [
+            data.prompt_iterator(PROMPTS, 0, process_index=i, process_count=count)
+            for i in range(count)
+        ]
+        for iterator, state in zip(new, dealt, strict=True):
+            iterator.set_state(state)
+        left = [10 // count - state["position"]["next_index"] for state in dealt]
+        assert sum(left) == 3
+        # After what is left of this epoch comes a whole one.
+        for iterator, rest in zip(new, left, strict=True):
+            ids(iterator, rest)
+        following = [name for iterator in new for name in ids(iterator, 10 // count)]
+        assert sorted(following) == sorted(prompt.prompt_id for prompt in PROMPTS)
+
+
 def test_long_prompts_are_left_out_and_counted(caplog):
     prompts = [Prompt("short", token_ids=(1,) * 5), Prompt("long", token_ids=(1,) * 50)]
     with caplog.at_level(logging.WARNING, logger="copc_jax.data"):
