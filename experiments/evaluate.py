@@ -495,7 +495,18 @@ class Evaluation:
         }
         score = means.pop("correct")
         low, high = clustered_interval([p["correct"] for p in there], self.how.samples)
-        return {"score": score, "low": low, "high": high, "problems": len(there), **means}
+        passes = {
+            f"pass@{k}": float(
+                np.mean([_passes(p, k) for p in there if p["samples"] >= k] or math.nan)
+            )
+            for k in self._passes
+        }
+        return {"score": score, "low": low, "high": high, "problems": len(there), **means, **passes}
+
+    @property
+    def _passes(self) -> list[int]:
+        """Numbers of samples to give pass@k for: 2, 4, 8 and so on."""
+        return [2**n for n in range(1, self.how.samples.bit_length())]
 
     def _table(self, sets: Mapping[str, dict[str, float]], results: Mapping[str, Any]) -> str:
         """The table in the paper's shape, a set a column; scores and shares in percent."""
@@ -505,6 +516,10 @@ class Evaluation:
         lines = {
             score: [f"{100 * c['score']:.2f}" for c in columns],
             "95% interval": [f"{100 * c['low']:.1f} to {100 * c['high']:.1f}" for c in columns],
+            **{
+                name: [f"{100 * c[name]:.2f}" for c in columns]
+                for name in (f"pass@{k}" for k in self._passes)
+            },
             "questions": [f"{c['problems']:g}" for c in columns],
             f"{self._calls} an episode": [f"{c[self._calls]:.2f}" for c in columns],
             "tokens an episode": [f"{c['tokens']:.0f}" for c in columns],
@@ -539,6 +554,24 @@ class Evaluation:
 
 # --------------------------------------------------------------------------------------------------
 # Statistics
+
+
+def pass_at(k: int, *, samples: int, right: int) -> float:
+    """Chance that at least one of `k` samples of a problem is right, from more samples of it.
+
+    Source: Chen et al. 2021, the unbiased estimate 1 - C(n - c, k) / C(n, k).
+
+    Raises:
+        ValueError: there are fewer than k samples, or not as many that can be right.
+    """
+    if not (1 <= k <= samples and 0 <= right <= samples):
+        raise ValueError(f"pass@{k} of {samples} samples, {right} of them right, does not exist")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _passes(problem: Mapping[str, Any], k: int) -> float:
+    samples = problem["samples"]
+    return pass_at(k, samples=samples, right=round(samples * problem["correct"]))
 
 
 def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:

@@ -288,11 +288,16 @@ def test_several_samples_are_averaged_problem_by_problem(model, files, cache, se
 
 def test_the_servers_get_the_sampling_that_was_asked_for(model, files, cache, tmp_path):
     with ScriptedServer() as server:
-        more = ["--samples=2", "--temperature=0.6", "--top-p=0.9", f"--rollout.urls={server.url}"]
-        evaluate.main(arguments(model, files[1:2], cache, tmp_path / "out", *more))
+        run = arguments(model, files[1:2], cache, tmp_path / "out", f"--rollout.urls={server.url}")
+        evaluate.main([*run, "--samples=2", "--temperature=0.6", "--top-p=0.9"])
         sent = [body["sampling_params"] for body in server.sent("/generate")]
+        evaluate.main([*run, f"--out={tmp_path / 'default'}"])
+        default = [body["sampling_params"] for body in server.sent("/generate")][len(sent) :]
     assert sent and all(p["temperature"] == 0.6 and p["top_p"] == 0.9 for p in sent)
     assert len({p["sampling_seed"] for p in sent}) == len(sent)
+    # Greedy, and one sample of the only question.
+    assert default and all(p["temperature"] == 0.0 and p["top_p"] == 1.0 for p in default)
+    assert len(samples(tmp_path / "default")) == 1
 
 
 @pytest.mark.parametrize(
@@ -384,6 +389,7 @@ def test_the_math_table_averages_samples_and_counts_calls(cache, tmp_path, capsy
     table = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert table[0].split("|")[2:-1] == [" AIME24 ", " BeyondAIME ", " average "]
     assert table[2].startswith("| avg@2 | 100.00 | 0.00 | 50.00")
+    assert "| pass@2 | 100.00 | 0.00 |  |" in table
     product = [row for row in samples(tmp_path / "out") if row["prompt_id"] == "aime/1"]
     assert sorted(row["sample"] for row in product) == [0, 1]
     for row in product:
@@ -401,6 +407,17 @@ def test_the_math_table_averages_samples_and_counts_calls(cache, tmp_path, capsy
 
 
 # Statistics.
+
+
+def test_some_of_k_samples_are_right():
+    """C114: of n samples of one problem, not of n problems."""
+    assert evaluate.pass_at(4, samples=8, right=3) == pytest.approx(0.928571, abs=1e-6)
+    assert evaluate.pass_at(1, samples=8, right=3) == pytest.approx(3 / 8)
+    assert evaluate.pass_at(6, samples=8, right=3) == 1.0
+    assert evaluate.pass_at(8, samples=8, right=0) == 0.0
+    for k, samples, right in ((9, 8, 3), (0, 8, 3), (2, 8, 9)):
+        with pytest.raises(ValueError, match=f"pass@{k}"):
+            evaluate.pass_at(k, samples=samples, right=right)
 
 
 def test_one_sample_each_has_wilsons_interval():
