@@ -35,7 +35,8 @@ def test_what_does_not_grow_holds():
     # What comes before the measured time does not count, nor what came and went.
     start_up = lambda update: 500.0 - min(update, 300)
     passing = lambda update: 8.0 if 900 < update < 1100 else 7.0
-    assert judged(anonymous=start_up, files=passing)["grown"] == []
+    saving = lambda update: 40.0 + (update > 1000) + 12 * (update % 50 < 10)
+    assert judged(anonymous=start_up, files=passing, threads=saving)["grown"] == []
 
 
 @pytest.mark.parametrize("slope", [0.09, 0.11])
@@ -47,8 +48,12 @@ def test_a_slope_is_found_and_held_against_the_limit(slope):
 
 
 def test_growing_counts_are_named():
-    more = {"files": lambda update: 7.0 + update // 500, "compilations": lambda update: update}
-    assert judged(**more)["grown"] == ["files", "compilations"]
+    more = {
+        "threads": lambda update: 40.0 + update // 400 + 12 * (update % 50 < 10),
+        "files": lambda update: 7.0 + update // 400,
+        "compilations": lambda update: 7.0 + (update > 1700),
+    }
+    assert judged(**more)["grown"] == ["threads", "files", "compilations"]
 
 
 def test_a_process_that_was_not_there_all_the_time_is_left_out():
