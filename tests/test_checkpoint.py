@@ -19,12 +19,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from copc_jax.checkpoint import Checkpointer, CheckpointError, abstract, decode_host, encode_host
+from copc_jax.learner import OptimizerConfig, learning_rate_schedule, optimizer
 from copc_jax.types import LearnerState
 
-OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adamw(optax.linear_schedule(0.0, 1e-2, transition_steps=25)),
-)
+# Warms up as AReaL does in search.
+SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_updates=25)
+OPTIMIZER = optimizer(SETTINGS, 30)
 HOST = {
     "rollout": b"\x00collector\xff",
     "data": {"next_index": 12, "fingerprint": "abc"},
@@ -134,6 +134,11 @@ def test_resumed_run_is_bit_equal_schedule_and_moments_included(tmp_path):
     for version in range(14, 31):
         state = step(state)
         assert_equal(state, uninterrupted[version])
+    # Neither restarted nor advanced twice: of 25 updates, the 13th has 13/25 of the rate.
+    rate = learning_rate_schedule(SETTINGS, 30)
+    rates = [float(rate(s.actor_opt["optax"][1][2].count)) for s in uninterrupted[:-1]]
+    assert rates == pytest.approx([1e-2 * min(update / 25, 1) for update in range(1, 31)], rel=1e-5)
+    assert int(state.actor_opt["optax"][1][2].count) == 30
 
 
 def test_saves_in_a_row_are_never_skipped_and_old_steps_go(tmp_path):

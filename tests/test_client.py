@@ -107,8 +107,12 @@ PAIRS = "meta_info.output_token_logprobs"
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        pytest.param(edit(PAIRS, [[-1.0, 5, None]] * 2), "output_ids", id="too few log-probs"),
-        pytest.param(edit("output_ids", [5, 6, 8]), "output_ids", id="other ids"),
+        pytest.param(
+            edit(PAIRS, [[-1.0, token, None] for token in range(5, 9)]),
+            "output_ids",
+            id="too few log-probs",
+        ),
+        pytest.param(edit("output_ids", [5, 6, 7, 8, 10]), "output_ids", id="other ids"),
         pytest.param(edit("meta_info.completion_tokens", 4), "completion_tokens", id="count"),
         pytest.param(edit(PAIRS, KeyError), "output_token_logprobs", id="no log-probs"),
         pytest.param(edit(PAIRS, None), "output_token_logprobs", id="null list"),
@@ -119,9 +123,9 @@ PAIRS = "meta_info.output_token_logprobs"
     ],
 )
 def test_contradicting_answers_are_refused_at_the_first_request(server, change, complaint):
-    server.script("/generate", Tokens([5, 6, 7], change=change))
+    server.script("/generate", Tokens([5, 6, 7, 8, 9], change=change))
     with pytest.raises(RolloutError, match=complaint) as caught:
-        generate(server)
+        generate(server, limit=5)
     assert not isinstance(caught.value, RolloutUnavailable)
     (body,) = server.sent("/generate")
     assert body["rid"] in str(caught.value)
@@ -284,13 +288,18 @@ def test_a_cancelled_generation_is_aborted_on_the_server(server):
 
 
 def test_256_requests_are_in_flight_at_once(server):
-    server.policy = lambda body: Tokens([5], seconds=1.0)
-
+    # None is answered before all have come.
     async def script(client):
-        await asyncio.gather(*(client.generate([1], SamplingParams(1)) for _ in range(256)))
+        async with aiohttp.ClientSession(server.url) as session:
+            await session.post("/pause_generation", json={"mode": "in_place"})
+            requests = [client.generate([1], SamplingParams(1)) for _ in range(256)]
+            answers = asyncio.gather(*requests)
+            while server.running < 256:
+                await asyncio.sleep(0.01)
+            await session.post("/continue_generation", json={})
+            return await answers
 
-    drive([server.url], script)
-    assert server.peak > 200
+    assert len(drive([server.url], script, timeout_s=60.0, deadline_s=60.0)) == 256
 
 
 def test_the_connection_limit_is_a_setting(server):

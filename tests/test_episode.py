@@ -200,6 +200,7 @@ def test_every_end_of_sequence_id_ends_the_turn_and_is_trained(server, end):
     trajectory = play(server, Tokens(turn, finish="stop", matched=end), task=LookUp(stop=()))
     assert (trajectory.status, trajectory.reward) == ("done", 2.0)
     assert trajectory.token_ids[-1] == end and trajectory.is_action[-1]
+    assert (trajectory.token_ids == end).sum() == 1
     assert trajectory.behavior_logprob[-1] < 0
     assert server.sent("/generate")[0]["sampling_params"]["stop_token_ids"] == [EOS, EOT]
 

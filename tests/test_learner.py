@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from copc_jax import model, sharding, staging
+from copc_jax import hf, model, sharding, staging
 from copc_jax.analysis import finish
 from copc_jax.learner import (
     LearnerConfig,
@@ -223,6 +223,16 @@ def test_every_method_takes_a_step(method):
         # No memory and no time goes to a network that nothing reads.
         assert after.critic == {}
         assert not any(name.startswith("critic/") for name in metrics)
+
+
+def test_what_is_exported_is_weights_alone(tmp_path):
+    """C112: counters, moments and rates are in the state, and none of them among the weights."""
+    state, _ = stepped("areal")
+    for network, head in ((state.actor, "lm"), (state.critic, "value")):
+        assert model.flatten(network).keys() == model.parameter_table(MODEL, head).keys()
+    hf.save_hf(tmp_path / "model", state.actor, MODEL)
+    exported, _ = hf.load_hf(tmp_path / "model")
+    assert_equal(exported, state.actor)
 
 
 def test_minibatches_raise_the_version_once_each():

@@ -166,6 +166,7 @@ def test_the_oldest_token_decides_and_every_version_is_checked():
 
 def test_time_in_the_queue_counts():
     waiting = trajectory([0, 1], version=3)
+    assert staleness(waiting, 6) == 3
     assert packed([waiting], learner_version=5)[1].dropped == {}
     assert packed([waiting], learner_version=6)[1].dropped == {"late": ("q",)}
 
