@@ -16,6 +16,7 @@ import psutil
 import pytest
 import run
 import test_learner
+from small_runs import RUN, command
 
 from copc_jax import data
 from copc_jax.checkpoint import Checkpointer
@@ -23,24 +24,11 @@ from copc_jax.metrics import merged, read_metrics
 from copc_jax.rollout.collector import deal_states, decode_state
 
 HERE = pathlib.Path(__file__).parent
-RUN = pathlib.Path(run.__file__)
 TINY = [
-    "--task=search",
-    "--batch-size=8",
-    "--micro-batches=2",
-    "--critic-warmup-updates=1",
-    "--sft.updates=3",
-    "--sft.demonstrations=200",
-    "--tiny.vocab-size=1024",
-    "--tiny.hidden-size=32",
-    "--tiny.intermediate-size=32",
-    "--tiny.num-layers=1",
-    "--tiny.num-heads=2",
-    "--tiny.num-kv-heads=1",
+    *RUN,
+    # Not the same number for each of two processes.
     "--eval.questions=3",
     "--eval.final-questions=3",
-    "--rollout.slots=8",
-    "--rollout.max-in-flight=8",
     "--staleness=0",
     "--staleness-mode=exact",
     "--checkpoint-every=2",
@@ -68,11 +56,10 @@ class Job:
         self.processes = []
         for index, output in enumerate(self.outputs):
             own = [] if alone else [*where, f"--distributed.process-id={index}"]
-            command = [sys.executable, str(RUN), *map(str, arguments), *own]
             with output.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        command,
+                        command(*arguments, *own),
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
@@ -126,7 +113,7 @@ def trained(run_dir):
 def test_a_step_of_two_processes_on_four_devices_is_that_of_one_device(tmp_path):
     file, coordinator = tmp_path / "step.npz", f"127.0.0.1:{free_port()}"
     program = [sys.executable, str(HERE / "processes_step.py"), "areal", str(file), coordinator]
-    environment = {**os.environ, "PYTHONPATH": str(RUN.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(run.__file__).parent)}
     processes = [
         subprocess.Popen([*program, "2", str(index)], env=environment) for index in range(2)
     ]
@@ -218,7 +205,7 @@ def test_processes_with_different_settings_are_refused(cache, tmp_path):
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, str(RUN), *TINY, f"--cache-dir={cache}", "--mesh.data=2"),
+                *command(*TINY, f"--cache-dir={cache}", "--mesh.data=2"),
                 *(f"--run-dir={tmp_path / 'run'}", f"--seed={index}"),
                 f"--distributed.coordinator=127.0.0.1:{port}",
                 *("--distributed.processes=2", f"--distributed.process-id={index}"),

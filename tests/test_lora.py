@@ -4,14 +4,13 @@ import functools
 import json
 import re
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import run
+from small_runs import RUN, command
 
 from copc_jax import hf, model, sharding, staging
 from copc_jax.checkpoint import Checkpointer, abstract
@@ -350,21 +349,15 @@ def test_impossible_adapters_are_refused_by_name(flag, message, capsys):
 @pytest.mark.timeout(400)
 def test_a_run_trains_adapters_and_hands_out_whole_models(tmp_path, cache):
     arguments = [
-        *("--task=search", "--lora.rank=2", "--lora.alpha=8", "--updates=2", "--staleness=0"),
-        *("--batch-size=8", "--micro-batches=2", "--critic-warmup-updates=0", "--sft.updates=3"),
-        *("--sft.demonstrations=200", "--tiny.vocab-size=1024", "--tiny.hidden-size=32"),
-        *("--tiny.intermediate-size=32", "--tiny.num-layers=1", "--tiny.num-heads=2"),
-        *("--tiny.num-kv-heads=1", "--eval.questions=4", "--eval.final-questions=4"),
-        *("--rollout.slots=8", "--rollout.max-in-flight=8", "--checkpoint-every=1"),
+        *(*RUN, "--lora.rank=2", "--lora.alpha=8", "--updates=2", "--staleness=0"),
+        *("--critic-warmup-updates=0", "--checkpoint-every=1"),
         # Nothing is answered yet, and a reward of 0 would move nothing.
         *("--search.reward-format=1", "--actor.learning-rate=0.1", "--actor.warmup-updates=0"),
         f"--cache-dir={cache}",
     ]
 
     def finish(*more):
-        done = subprocess.run(
-            [sys.executable, run.__file__, *more], capture_output=True, text=True, timeout=380
-        )
+        done = subprocess.run(command(*more), capture_output=True, text=True, timeout=380)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

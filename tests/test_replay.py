@@ -5,55 +5,37 @@ The runs are of mode "exact", where two runs with one seed are the same.
 
 import contextlib
 import json
-import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import psutil
 import pytest
 import run
+from small_runs import RUN, command
 
 from copc_jax import hf
 from copc_jax.metrics import read_metrics
 from copc_jax.rollout.recording import Recording
 
-EXPERIMENTS = pathlib.Path(run.__file__).parent
 UPDATES = 5
 RECORD = [
-    "--task=search",
+    *RUN,
     "--record=True",
     "--staleness=1",
     "--staleness-mode=exact",
     f"--updates={UPDATES}",
-    "--batch-size=8",
     "--samples-per-prompt=2",
-    "--micro-batches=2",
-    "--critic-warmup-updates=1",
     "--checkpoint-every=2",
-    "--sft.updates=3",
-    "--sft.demonstrations=200",
-    "--tiny.vocab-size=1024",
-    "--tiny.hidden-size=32",
-    "--tiny.intermediate-size=32",
-    "--tiny.num-layers=1",
-    "--tiny.num-heads=2",
-    "--tiny.num-kv-heads=1",
     # The untrained model never answers, and a loss of nothing but zeros would say little.
     "--search.reward-format=1",
     "--eval.enabled=False",
     "--viewer.every=0",
-    "--rollout.slots=8",
 ]
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-def command(*args):
-    return [sys.executable, str(EXPERIMENTS / "run.py"), *map(str, args)]
 
 
 def finish(*args):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
@@ -18,42 +17,21 @@ import pytest
 import run
 from batch_sources import Generator
 from scripted_server import Behave, ScriptedServer
+from small_runs import RUN, command
 
 from copc_jax import hf
-from copc_jax.config import parse
+from copc_jax.checkpoint import config_differences
+from copc_jax.config import parse, to_dict, to_json
 from copc_jax.distributed import Processes
 from copc_jax.metrics import read_metrics
 
 KEY = "sk-5Rk2wE_not-a-word_q8"
-EXPERIMENTS = pathlib.Path(run.__file__).parent
-TINY = [
-    "--task=search",
-    "--batch-size=8",
-    "--micro-batches=2",
-    "--critic-warmup-updates=1",
-    "--sft.updates=3",
-    "--sft.demonstrations=200",
-    "--tiny.vocab-size=1024",
-    "--tiny.hidden-size=32",
-    "--tiny.intermediate-size=32",
-    "--tiny.num-layers=1",
-    "--tiny.num-heads=2",
-    "--tiny.num-kv-heads=1",
-    "--eval.questions=4",
-    "--eval.final-questions=4",
-    "--rollout.slots=8",
-    "--rollout.max-in-flight=8",
-]
 
 pytestmark = pytest.mark.timeout(400)
 
 
 def arguments(cache, run_dir, *more):
-    return [*TINY, f"--cache-dir={cache}", f"--run-dir={run_dir}", *more]
-
-
-def command(*args):
-    return [sys.executable, str(EXPERIMENTS / "run.py"), *map(str, args)]
+    return [*RUN, f"--cache-dir={cache}", f"--run-dir={run_dir}", *more]
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +306,26 @@ def test_resuming_what_is_no_run_is_refused_in_one_line(tmp_path):
     )
     assert done.returncode == 2
     assert "nothing" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "differing"),
+    [
+        (["--updates=9", "--checkpoint-every=1", "--eval.every=3", "--rollout.slots=2"], []),
+        (["--staleness=3"], ["staleness: saved 0, now 3"]),
+        (["--actor.learning-rate=1"], ["actor.learning_rate: saved 0.0003, now 1.0"]),
+        (["--batch-size=16", "--seed=1"], ["batch_size: saved 8, now 16", "seed: saved 0, now 1"]),
+    ],
+)
+def test_a_resumed_run_changes_how_it_is_watched_and_not_what_it_computes(
+    flags, differing, tmp_path
+):
+    """C103: a setting that cannot have its effect any more is refused, not ignored."""
+    saved = parse([*RUN, "--staleness=0"])
+    (tmp_path / "config.json").write_text(to_json(saved))
+    resumed = parse([f"--resume={tmp_path}", *flags])
+    found = config_differences(to_dict(saved), to_dict(resumed), run.MAY_DIFFER)
+    assert sorted(found) == differing
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_is_not_started_anew(synchronous, tmp_path):

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 import sft
 from pyarrow import parquet
+from small_runs import MODEL
 
 from copc_jax import hf, model
 from copc_jax.config import parse
@@ -209,17 +210,7 @@ def test_what_cannot_be_trained_on_says_why(reason):
 
 
 def flags(cache, *more):
-    return [
-        "--task=search",
-        "--tiny.vocab-size=1024",
-        "--tiny.hidden-size=32",
-        "--tiny.intermediate-size=32",
-        "--tiny.num-layers=1",
-        "--tiny.num-heads=2",
-        "--tiny.num-kv-heads=1",
-        f"--cache-dir={cache}",
-        *more,
-    ]
+    return ["--task=search", *MODEL, f"--cache-dir={cache}", *more]
 
 
 @pytest.fixture(scope="module")

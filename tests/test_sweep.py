@@ -11,31 +11,17 @@ import time
 import psutil
 import pytest
 import sweep
+from small_runs import RUN
 
 from copc_jax import comparison
 from copc_jax.config import parse, to_dict
 from copc_jax.metrics import read_metrics
 
 TINY = [
-    "--task=search",
+    *RUN,
     "--staleness=0",
     "--updates=3",
-    "--batch-size=8",
-    "--micro-batches=2",
-    "--critic-warmup-updates=1",
     "--checkpoint-every=1",
-    "--sft.updates=3",
-    "--sft.demonstrations=200",
-    "--tiny.vocab-size=1024",
-    "--tiny.hidden-size=32",
-    "--tiny.intermediate-size=32",
-    "--tiny.num-layers=1",
-    "--tiny.num-heads=2",
-    "--tiny.num-kv-heads=1",
-    "--eval.questions=4",
-    "--eval.final-questions=4",
-    "--rollout.slots=8",
-    "--rollout.max-in-flight=8",
     "--viewer.every=0",
 ]
 

@@ -12,14 +12,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 
 import assembly
 import jax
 import pytest
-import run
+import small_runs
 from scripted_server import Forgetful
 
 from copc_jax import hf, model
@@ -28,24 +27,7 @@ from copc_jax.metrics import read_metrics
 
 SGLANG_PYTHON = os.environ.get("COPC_SGLANG_PYTHON")
 BATCH, UPDATES = 8, 4
-TINY = [
-    "--task=search",
-    f"--batch-size={BATCH}",
-    "--critic-warmup-updates=1",
-    "--sft.updates=3",
-    "--sft.demonstrations=200",
-    "--tiny.vocab-size=1024",
-    "--tiny.hidden-size=32",
-    "--tiny.intermediate-size=32",
-    "--tiny.num-layers=1",
-    "--tiny.num-heads=2",
-    "--tiny.num-kv-heads=1",
-    "--eval.questions=4",
-    "--eval.final-questions=4",
-    "--rollout.slots=8",
-    "--rollout.max-in-flight=8",
-    "--rollout.timeout-seconds=60",
-]
+TINY = [*small_runs.RUN, f"--batch-size={BATCH}", "--rollout.timeout-seconds=60"]
 # Float32 on both sides.
 SAME = 1e-3
 
@@ -83,7 +65,7 @@ def command(config, run_dir, servers, *more):
     options = [f"--cache-dir={config.cache_dir}", f"--run-dir={run_dir}"]
     if servers:
         options += ["--rollout.urls", *(server.url for server in servers)]
-    return [sys.executable, run.__file__, *TINY, *options, *map(str, more)]
+    return small_runs.command(*TINY, *options, *more)
 
 
 def train(config, run_dir, servers, *more):
