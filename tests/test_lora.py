@@ -167,7 +167,8 @@ def test_merged_weights_are_the_sum_and_give_the_same_log_probs():
     assert jax.tree.structure(merged) == jax.tree.structure(BASE)
     together = log_probs(model.with_lora(BASE, adapters, LORA.scale), make_batch())
     assert np.abs(np.asarray(together) - log_probs(BASE, make_batch())).max() > 0.1
-    np.testing.assert_allclose(together, log_probs(merged, make_batch()), atol=2e-5)
+    # Log-probs are about -10: this is some ten roundings of float32.
+    np.testing.assert_allclose(together, log_probs(merged, make_batch()), atol=1e-4)
 
 
 def test_gradients_are_those_of_the_weight_projected_on_the_adapter():
@@ -181,7 +182,7 @@ def test_gradients_are_those_of_the_weight_projected_on_the_adapter():
             want = 2.0 * np.einsum(form, whole[name], other)
             scale = np.abs(want).max()
             np.testing.assert_allclose(
-                got[f"{name}_lora_{matrix}"] / scale, want / scale, atol=2e-5
+                got[f"{name}_lora_{matrix}"] / scale, want / scale, atol=1e-4
             )
 
 
@@ -190,7 +191,8 @@ def test_the_first_step_follows_the_projected_gradient():
     after, metrics = stepped(updates=1)
     # With B = 0 the start is that of training all weights.
     targets = jax.device_get(learner_of().prepare(learner_of().init(BASE), make_batch()))
-    assert_close(targets.policy_logprob, log_probs(BASE, make_batch()))
+    sampled = make_batch().is_action
+    assert_close(targets.policy_logprob, np.where(sampled, log_probs(BASE, make_batch()), 0.0))
     _, factor = learner_of().contributions(make_batch(), targets)
     count = metrics["actor/loss"][1]
     total = lambda params: -jnp.sum(factor * log_probs(params, make_batch())) / count
@@ -310,8 +312,9 @@ def test_an_exported_model_gives_the_log_probs_of_the_learner(settings, tmp_path
     assert config == MODEL
     batch = jax.device_put(make_batch(), learner.batch_sharding)
     want = jax.device_get(learner.prepare(state, batch).policy_logprob)
-    np.testing.assert_allclose(log_probs(loaded, make_batch()), want, atol=2e-4)
-    assert np.abs(want - log_probs(BASE, make_batch())).max() > 1e-2
+    sampled = make_batch().is_action
+    np.testing.assert_allclose(log_probs(loaded, make_batch())[sampled], want[sampled], atol=2e-4)
+    assert np.abs(want - log_probs(BASE, make_batch()))[sampled].max() > 1e-2
     # Reading the weights donates nothing.
     assert int(learner.step(state, batch)[0].version) == 3
 
