@@ -13,6 +13,7 @@ fixed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -62,12 +63,18 @@ def select_actions(is_action: Bool[Array, "*batch time"], **arrays: Array) -> tu
             over tokens would give a wrong number silently whenever the two axes have the same
             length.
     """
+    _require_shape(jnp.shape(is_action), arrays)
+    return tuple(_select(is_action, x) for x in arrays.values())
+
+
+def _require_shape(shape: tuple[int, ...], arrays: Mapping[str, Array]) -> None:
     for name, x in arrays.items():
-        if jnp.shape(x) != jnp.shape(is_action):
-            raise ValueError(
-                f"{name} has shape {jnp.shape(x)} but is_action has shape {jnp.shape(is_action)}"
-            )
-    return tuple(jnp.where(is_action, jnp.asarray(x, jnp.float32), 0.0) for x in arrays.values())
+        if jnp.shape(x) != shape:
+            raise ValueError(f"{name} has shape {jnp.shape(x)} but is_action has shape {shape}")
+
+
+def _select(is_action: Array, x: Array) -> Array:
+    return jnp.where(is_action, jnp.asarray(x, jnp.float32), 0.0)
 
 
 def ratio_interval(
@@ -142,50 +149,81 @@ def _backward(
     reward: Array,
     value: Array,
     discount: Array,
-    weight: Array,
-    trace: Array,
     is_action: Array,
     lambda_: float | Array,
-) -> tuple[Array, Array, Array]:
+    weights: Callable[[Array], tuple[Array | float, Array | float, Array | float | None]],
+    **ratio: Array,
+) -> Returns:
     """Run the recursion that all operators share, from the last action token to the first.
 
-        td_t  = reward_t + discount_t * V_{t+1} - V_t
-        acc_t = weight_t * td_t + trace_t * discount_t * lambda * acc_{t+1}
+        td_t   = reward_t + discount_t * V_{t+1} - V_t
+        tail_t = discount_t * lambda * acc_{t+1}
+        acc_t  = weight_t * td_t + trace_t * tail_t
 
-    t + 1 is the next action token; tokens between leave the carry alone.
+    t + 1 is the next action token; tokens between leave the carry alone. `weights` gives weight,
+    trace and the factor of the advantage, `factor_t * (td_t + tail_t)`, from the ratio of some
+    tokens, which is named for its errors; a factor of None stands for an advantage of `acc_t`.
 
-    Returns:
-        V in float32, `acc`, and the same sum with weight and trace of the token itself left out,
-        `td_t + discount_t * lambda * acc_{t+1}`. All are 0 off action tokens.
+    Everything of a token is computed where it is read: arrays of their own for its parts would
+    cost several times as much as the recursion.
     """
-    reward, value, discount, weight, trace = select_actions(
-        is_action, reward=reward, value=value, discount=discount, weight=weight, trace=trace
-    )
-    lambda_ = jnp.asarray(lambda_, jnp.float32)
-    if lambda_.ndim:
-        (lambda_,) = select_actions(is_action, lambda_=lambda_)
-    decay = discount * lambda_
+    tokens = {"reward": reward, "value": value, "discount": discount, **ratio}
+    ((name, _),) = ratio.items()
+    per_token = jnp.ndim(lambda_) > 0
+    if per_token:
+        tokens["lambda_"] = jnp.asarray(lambda_)
+    _require_shape(jnp.shape(is_action), tokens)
 
     def step(carry, token):
         next_value, next_acc = carry
-        reward_t, value_t, discount_t, decay_t, weight_t, trace_t, is_action_t = token
-        td_t = reward_t + discount_t * next_value - value_t
-        tail_t = decay_t * next_acc
+        is_action_t, token = token
+        token = {name: _select(is_action_t, x) for name, x in token.items()}
+        lambda_t = token["lambda_"] if per_token else jnp.asarray(lambda_, jnp.float32)
+        td_t = token["reward"] + token["discount"] * next_value - token["value"]
+        tail_t = token["discount"] * lambda_t * next_acc
+        weight_t, trace_t, factor_t = weights(token[name])
         acc_t = weight_t * td_t + trace_t * tail_t
-        next_value = jnp.where(is_action_t, value_t, next_value)
-        next_acc = jnp.where(is_action_t, acc_t, next_acc)
-        return (next_value, next_acc), (acc_t, td_t + tail_t)
+        advantage_t = acc_t if factor_t is None else factor_t * (td_t + tail_t)
+        result = Returns(
+            jnp.where(is_action_t, advantage_t, 0.0),
+            jnp.where(is_action_t, token["value"] + acc_t, 0.0),
+        )
+        next_value = jnp.where(is_action_t, token["value"], next_value)
+        return (next_value, jnp.where(is_action_t, acc_t, next_acc)), result
 
-    tokens = (reward, value, discount, decay, weight, trace, is_action)
     # The scan slices its leading axis: moving time there once is faster than a gather at every
     # step.
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), tokens)
+    scanned = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), -1, 0), (is_action, tokens))
     # zeros_like and not 0.0: the carry must have the sharding and batch axes of the data.
-    start = jnp.zeros_like(tokens[0][0])
-    _, sums = jax.lax.scan(step, (start, start), tokens, reverse=True)
-    weighted, unweighted = (jnp.moveaxis(x, 0, -1) for x in sums)
-    weighted, unweighted = select_actions(is_action, weighted=weighted, unweighted=unweighted)
-    return value, weighted, unweighted
+    start = jnp.zeros_like(scanned[1]["reward"][0], jnp.float32)
+    _, results = jax.lax.scan(step, (start, start), scanned, reverse=True)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
+
+
+def _corrected(
+    reward: Array,
+    value: Array,
+    discount: Array,
+    is_action: Array,
+    lambda_: float | Array,
+    weigh: Callable[[Array], Array],
+    trace: str,
+    first_residual: str,
+    **ratio: Array,
+) -> Returns:
+    if trace not in ("residual", "product"):
+        raise ValueError(f'trace must be "residual" or "product", got {trace!r}')
+    if first_residual not in ("weighted", "unweighted"):
+        raise ValueError(
+            f'first_residual must be "weighted" or "unweighted", got {first_residual!r}'
+        )
+    factor = None if first_residual == "weighted" else 1.0
+
+    def weights(ratio_t: Array) -> tuple[Array, Array | float, float | None]:
+        weight_t = weigh(ratio_t)
+        return weight_t, weight_t if trace == "product" else 1.0, factor
+
+    return _backward(reward, value, discount, is_action, lambda_, weights, **ratio)
 
 
 def corrected_returns(
@@ -229,17 +267,17 @@ def corrected_returns(
     Source: COPC section 5. That traces are plain and the first residual weighted is inferred, hence
         the two options.
     """
-    if trace not in ("residual", "product"):
-        raise ValueError(f'trace must be "residual" or "product", got {trace!r}')
-    if first_residual not in ("weighted", "unweighted"):
-        raise ValueError(
-            f'first_residual must be "weighted" or "unweighted", got {first_residual!r}'
-        )
-    coefficient = weight if trace == "product" else jnp.ones_like(weight)
-    value, weighted, unweighted = _backward(
-        reward, value, discount, weight, coefficient, is_action, lambda_
+    return _corrected(
+        reward,
+        value,
+        discount,
+        is_action,
+        lambda_,
+        lambda x: x,
+        trace,
+        first_residual,
+        weight=weight,
     )
-    return Returns(weighted if first_residual == "weighted" else unweighted, value + weighted)
 
 
 def copc_returns(
@@ -265,16 +303,9 @@ def copc_returns(
     Source: COPC section 5.
     """
     low, high = ratio_interval(eta_advantage, eps_low, eps_high)
-    (ratio,) = select_actions(is_action, ratio=ratio)
-    return corrected_returns(
-        reward,
-        value,
-        discount,
-        jnp.clip(ratio, low, high),
-        is_action,
-        lambda_=lambda_,
-        trace=trace,
-        first_residual=first_residual,
+    clip = lambda x: jnp.clip(x, low, high)
+    return _corrected(
+        reward, value, discount, is_action, lambda_, clip, trace, first_residual, ratio=ratio
     )
 
 
@@ -320,17 +351,15 @@ def vtrace(
 
     Source: Espeholt et al., 2018 (arXiv 1802.01561); lambda enters as in rlax.
     """
-    (ratio,) = select_actions(is_action, ratio=ratio)
-    value, weighted, unweighted = _backward(
-        reward,
-        value,
-        discount,
-        jnp.minimum(ratio, rho_max),
-        jnp.minimum(ratio, trace_max),
-        is_action,
-        lambda_,
-    )
-    return Returns(jnp.minimum(ratio, policy_rho_max) * unweighted, value + weighted)
+
+    def weights(ratio_t: Array) -> tuple[Array, Array, Array]:
+        return (
+            jnp.minimum(ratio_t, rho_max),
+            jnp.minimum(ratio_t, trace_max),
+            jnp.minimum(ratio_t, policy_rho_max),
+        )
+
+    return _backward(reward, value, discount, is_action, lambda_, weights, ratio=ratio)
 
 
 def retrace(
@@ -355,16 +384,9 @@ def retrace(
 
     Source: Munos et al., 2016 (arXiv 1606.02647).
     """
-    (ratio,) = select_actions(is_action, ratio=ratio)
-    return corrected_returns(
-        reward,
-        value,
-        discount,
-        jnp.minimum(ratio, trace_max),
-        is_action,
-        lambda_=lambda_,
-        trace="product",
-        first_residual="unweighted",
+    cut = lambda x: jnp.minimum(x, trace_max)
+    return _corrected(
+        reward, value, discount, is_action, lambda_, cut, "product", "unweighted", ratio=ratio
     )
 
 
