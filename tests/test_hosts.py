@@ -177,7 +177,8 @@ def test_a_killed_process_ends_the_job_which_resumes_exactly(undisturbed, cache,
 
     more = [f"--resume={run_dir}", "--updates=2000"]
     with Job(tmp_path / "resumed", more) as job:
-        job.until(lambda: read_metrics(run_dir)[-1]["step"] >= 4)
+        # The killed job may have logged all of its four.
+        job.until(lambda: read_metrics(run_dir)[-1]["step"] >= 5)
         # As a scheduler does, and not at one moment.
         for process in job.processes:
             process.terminate()
