@@ -153,7 +153,8 @@ class Served:
 _served: dict[tuple[Any, ...], Served] = {}
 
 
-def _server(folder: str, slots: int, max_length: int) -> Served:
+def server(folder: str, slots: int, max_length: int) -> Served:
+    """Give the server of this process for a model and sizes, started when first asked for."""
     key = folder, slots, max_length
     if key not in _served:
         _served[key] = Served(folder, slots, max_length)
@@ -162,7 +163,7 @@ def _server(folder: str, slots: int, max_length: int) -> Served:
 
 def served(folder: str, batch: int, new: int, vocabulary: int) -> Any:
     """Ask the server through the rollout client."""
-    both = _server(folder, batch, LONGEST + 2 * new)
+    both = server(folder, batch, LONGEST + 2 * new)
     prompts = Prompts(batch, vocabulary)
 
     def run() -> None:
@@ -177,7 +178,7 @@ def latency(folder: str, batch: int, new: int, vocabulary: int, calls: int) -> d
     """Stream `calls` responses, `batch` at a time: milliseconds to first and last token."""
     import aiohttp
 
-    both = _server(folder, batch, LONGEST + 2 * new)
+    both = server(folder, batch, LONGEST + 2 * new)
     prompts = Prompts(batch, vocabulary)
     first, last = [], []
 
@@ -212,7 +213,7 @@ def latency(folder: str, batch: int, new: int, vocabulary: int, calls: int) -> d
 
 def next_turn(folder: str, batch: int, new: int, vocabulary: int) -> dict[str, Any]:
     """Count what a second turn prefills: the first turn and eight tokens of an observation."""
-    both = _server(folder, batch, LONGEST + 2 * new)
+    both = server(folder, batch, LONGEST + 2 * new)
     prompts = Prompts(batch, vocabulary).next()
     given = both.generate(prompts, new)
     observation = [2 + i for i in range(8)]
@@ -230,42 +231,6 @@ def next_turn(folder: str, batch: int, new: int, vocabulary: int) -> dict[str, A
         "prompt_tokens": sum(map(len, second)),
         "new_tokens": batch * (1 + len(observation) - 1),
     }
-
-
-def direct(folder: str, batch: int, new: int, vocabulary: int) -> Any:
-    """Drive the same engine in this process: neither HTTP nor client."""
-    import queue
-
-    from copc_jax import hf
-    from copc_jax.rollout import engine
-
-    params, config = hf.load_hf(folder)
-    outputs: queue.SimpleQueue[list[engine.Output]] = queue.SimpleQueue()
-    sizes = engine.EngineConfig(slots=batch, max_length=LONGEST + 2 * new)
-    made = engine.Engine(
-        params, config, sizes, decode=lambda ids: " ".join(map(str, ids)), on_outputs=outputs.put
-    )
-    made.start()
-    atexit.register(made.stop)
-    prompts = Prompts(batch, vocabulary)
-
-    def run() -> None:
-        made.submit(
-            [
-                engine.Request(
-                    rid=str(number),
-                    prompt=np.asarray(prompt, np.int32),
-                    sampling=engine.Sampling(max_new_tokens=new),
-                    seed=number,
-                )
-                for number, prompt in enumerate(prompts.next())
-            ]
-        )
-        missing = batch
-        while missing:
-            missing -= sum(each.finish is not None for each in outputs.get())
-
-    return run
 
 
 # -------------------------------------------------------------------------------- transformers

@@ -165,7 +165,7 @@ class EngineConfig:
     """Tokens per slot in one decode dispatch; more cost less overhead and waste more past stops."""
     prefill_rows: tuple[int, ...] = (1, 8)
     """Allowed numbers of sequences in one prefill dispatch."""
-    prefill_chunks: tuple[int, ...] = (32, 128)
+    prefill_chunks: tuple[int, ...] = (32, 64, 128)
     """Allowed numbers of tokens per sequence in one prefill dispatch."""
     attend: tuple[int, ...] = (128, 256)
     """Decode reads the cache up to the smallest of these and `max_length` that covers all slots."""
@@ -936,6 +936,8 @@ class Engine:
         attend = self.sizes.max_length if integers[1].any() else 0
         program = self._prefill_program(rows, chunk, attend)
         self._cache = program(self._params, self._cache, token_ids, integers)
+        # What arrives meanwhile is prefilled next: requests that come together decode together.
+        jax.block_until_ready(self._cache)
         return True
 
     def _decode_some(self) -> None:
