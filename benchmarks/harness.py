@@ -120,6 +120,8 @@ class Process:
             stderr=log,
             text=True,
             env={**os.environ, **offline},
+            # Ctrl-C at the terminal is for the runner, which closes its workers in order.
+            start_new_session=True,
         )
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +257,8 @@ class Bench:
     def measure(self, name: str, cases: Iterable[Case], *, rounds: int | None = None) -> Measured:
         """Prepare all cases, then measure each once a round, in a new order every round.
 
-        A peer's case that fails is missing, with the reason, and the others go on.
+        A peer's case that fails is missing, with the reason, and the others go on. An interrupt
+        after the first round ends the measurement with the whole rounds that there are.
 
         Args:
             name: of the comparison, for progress and details.
@@ -302,18 +305,34 @@ class Bench:
             order = random.Random(self.seed)
             for number in range(rounds):
                 say(f"{name}: round {number + 1} of {rounds}")
-                for case, worker in order.sample(ready, len(ready)):
-                    try:
-                        result.samples[case.label].append(worker.ask({"run": case.label}))
-                    except Missing as error:
-                        self._lose(result, name, case, error)
-                        ready.remove((case, worker))
-                    # Threads that spin for more work are quiet again before the next one starts.
-                    time.sleep(0.05)
+                try:
+                    self._round(result, name, order.sample(ready, len(ready)), ready)
+                except KeyboardInterrupt:
+                    if not number:
+                        raise
+                    say(f"{name}: stopped; {number} whole rounds count")
+                    result.samples = {k: v[:number] for k, v in result.samples.items()}
+                    break
         self.details.setdefault(name, {})
         for field in dataclasses.fields(result):
             self.details[name].setdefault(field.name, {}).update(getattr(result, field.name))
         return result
+
+    def _round(
+        self,
+        result: Measured,
+        name: str,
+        turns: Sequence[tuple[Case, Process]],
+        ready: list[tuple[Case, Process]],
+    ) -> None:
+        for case, worker in turns:
+            try:
+                result.samples[case.label].append(worker.ask({"run": case.label}))
+            except Missing as error:
+                self._lose(result, name, case, error)
+                ready.remove((case, worker))
+            # Threads that spin for more work are quiet again before the next one starts.
+            time.sleep(0.05)
 
     def _lose(self, result: Measured, name: str, case: Case, error: Missing) -> None:
         if case.environment == OWN:

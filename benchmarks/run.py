@@ -6,7 +6,8 @@ Every comparison measures its cases in shuffled rounds, one process busy at a ti
 median of the ratios of each round with the smallest and the largest. Ratios are of CPU seconds of
 the process, all threads, so that other work on the machine counts little; the wall clock's stands
 beside them. Peers are installed from the package index into environments of their own below
-`.cache`; one that cannot be is named as missing. Table and figures go to `runs/benchmarks`.
+`.cache`; one that cannot be is named as missing. Table and figures go to `runs/benchmarks`. Ctrl-C
+ends the rounds of the present comparison, and what they have measured counts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import pathlib
 import platform
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -168,6 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options.out.mkdir(parents=True, exist_ok=True)
     here, loads = machine(), {}
     with (options.out / "speed.log").open("w") as log:

@@ -29,6 +29,8 @@ Params = dict[str, Any]
 
 # Finite, so that a query without any key to look at gives a uniform softmax and not NaN.
 _MASKED = -1e30
+# Models of at most so many layers are compiled layer by layer.
+_SHALLOW = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -637,7 +639,7 @@ def forward(
     positions: Int[Array, "rows time"],
     *,
     remat: bool = False,
-    unroll: int = 1,
+    unroll: int | None = None,
 ) -> Float[Array, "tokens embed"]:
     """Run the decoder body on packed rows.
 
@@ -652,7 +654,7 @@ def forward(
         segment_ids: 0 is padding.
         positions: index of the token within its segment.
         remat: recompute each layer in the backward pass instead of keeping its activations.
-        unroll: layers per step of the scan.
+        unroll: layers per step of the scan; None takes all of a shallow model and one of a deep one.
 
     Returns:
         Float32 hidden states after the final norm, flat: row r, index t is at r * time + t.
@@ -667,6 +669,9 @@ def forward(
         return _residual(layer, config, x, attended.reshape(rows * time, -1)), None
 
     x = params["embed"][token_ids.reshape(-1)]
+    if unroll is None:
+        # A scan copies what the backward pass needs of a layer into one array for all layers.
+        unroll = config.num_layers if config.num_layers <= _SHALLOW else 1
     x, _ = jax.lax.scan(
         jax.checkpoint(block) if remat else block, x, params["layers"], unroll=unroll
     )

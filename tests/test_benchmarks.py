@@ -1,10 +1,12 @@
 """The runner of the speed comparisons works, on tiny cases of our own; nothing here is timed."""
 
+import _thread
 import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -93,6 +95,24 @@ def test_a_peer_that_is_not_there_is_named_and_the_others_go_on(harness, file):
     (row,) = bench.rows
     assert row.measured is None and row.met is None
     assert "theirs" in row.note and "left out" in row.note
+
+
+def test_an_interrupt_keeps_the_whole_rounds_that_were_measured(harness, file):
+    bench = harness.Bench(rounds=1000, tiny=True, log=subprocess.DEVNULL)
+    timer = threading.Timer(0.0, _thread.interrupt_main)
+    said = harness.say
+
+    def watch(text):
+        said(text)
+        if "round 4 of" in text:
+            timer.start()
+
+    harness.say = watch
+    measured = bench.measure(
+        "counts", [harness.Case(f"from {i}", file, "counting", {"start": i}) for i in (1, 2)]
+    )
+    counts = {len(samples) for samples in measured.samples.values()}
+    assert len(counts) == 1 and 3 <= counts.pop() < 1000
 
 
 def test_a_fault_of_our_own_ends_the_run(harness, file):

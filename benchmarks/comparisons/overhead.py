@@ -190,7 +190,7 @@ def compare(bench: Bench) -> None:
         ]
         last = Case(f"ppo recorded {size}", __file__, "recorded", arguments, process=size)
         # Pairs need many rounds: the difference sought is a hundredth.
-        rounds = bench.rounds if bench.tiny else 3 * bench.rounds
+        rounds = 3 * bench.rounds if size == "small" else bench.rounds
         measured = bench.measure("overhead", [*cases, last], rounds=rounds)
         for form, name in (("fused", "fused"), ("prepass", "with pre-pass")):
             ours, theirs = f"copc {form} {size}", f"ppo {form} {size}"
