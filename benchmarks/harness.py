@@ -304,8 +304,8 @@ class Bench:
                     result.samples[case.label] = []
             order = random.Random(self.seed)
             for number in range(rounds):
-                say(f"{name}: round {number + 1} of {rounds}")
                 try:
+                    say(f"{name}: round {number + 1} of {rounds}")
                     self._round(result, name, order.sample(ready, len(ready)), ready)
                 except KeyboardInterrupt:
                     if not number:

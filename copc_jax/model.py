@@ -654,7 +654,7 @@ def forward(
         segment_ids: 0 is padding.
         positions: index of the token within its segment.
         remat: recompute each layer in the backward pass instead of keeping its activations.
-        unroll: layers per step of the scan; None takes all of a shallow model and one of a deep one.
+        unroll: layers per step of the scan; None takes all of a shallow model, else one.
 
     Returns:
         Float32 hidden states after the final norm, flat: row r, index t is at r * time + t.
