@@ -90,6 +90,8 @@ def watch(load: dict[str, Any]) -> Iterator[None]:
 
 
 def number(value: float) -> str:
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.0e}"
     return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 

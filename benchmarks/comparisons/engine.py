@@ -233,7 +233,42 @@ def next_turn(folder: str, batch: int, new: int, vocabulary: int) -> dict[str, A
     }
 
 
+def prompt(vocabulary: int) -> list[int]:
+    """Tokens after which everybody scores the next one."""
+    return np.random.default_rng(7).integers(2, vocabulary, LONGEST).tolist()
+
+
+def _scores(logits: Any) -> dict[str, Any]:
+    """Log-probs of the first tokens of the vocabulary, in float64."""
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max()
+    return {"logprob": (shifted - np.log(np.exp(shifted).sum()))[:64].tolist()}
+
+
+def scores(folder: str, vocabulary: int) -> dict[str, Any]:
+    """Score the next token with the programs of the engine."""
+    import jax.numpy as jnp
+
+    from copc_jax import hf, model
+
+    params, config = hf.load_hf(folder)
+    ids = jnp.asarray([prompt(vocabulary)], jnp.int32)
+    zero, count = jnp.zeros(1, jnp.int32), jnp.full(1, ids.shape[1], jnp.int32)
+    cache = model.init_cache(config, 1, ids.shape[1])
+    return _scores(model.prefill(params, config, cache, ids, zero, zero, count)[1][0])
+
+
 # -------------------------------------------------------------------------------- transformers
+
+
+def transformers_scores(folder: str, vocabulary: int) -> dict[str, Any]:
+    """Score the next token."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return _scores(model(torch.tensor([prompt(vocabulary)])).logits[0, -1].numpy())
 
 
 def transformers_generate(folder: str, batch: int, new: int, vocabulary: int) -> Any:
@@ -325,8 +360,8 @@ def write_gguf(folder: str, file: str, bfloat16: bool) -> dict[str, Any]:
     return {"bytes": os.path.getsize(file)}
 
 
-def llama_cpp(file: str, batch: int, new: int, vocabulary: int) -> Any:
-    """Decode all sequences in one batch a step, with llama.cpp's own sampler."""
+def _llama_cpp(file: str, batch: int, length: int) -> tuple[Any, Any, int]:
+    """Load a model for sequences of a length: the library, a context, its largest batch."""
     import llama_cpp as lib
 
     lib.llama_backend_init()
@@ -334,25 +369,45 @@ def llama_cpp(file: str, batch: int, new: int, vocabulary: int) -> Any:
     assert model, "the GGUF file cannot be loaded"
     settings = lib.llama_context_default_params()
     # Whole prompts at a time; the cache is divided between the sequences.
-    settings.n_ctx = batch * (LONGEST + new + 8)
+    settings.n_ctx = batch * length
     settings.n_batch = settings.n_ubatch = max(512, batch)
     settings.n_seq_max = batch
     settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
     context = lib.llama_init_from_model(model, settings)
     assert context, f"no context for {batch} sequences"
+    return lib, context, settings.n_batch
+
+
+def _fill(arrays: Any, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
+    """Write (id, position, sequence, whether its logits are wanted) into a batch."""
+    arrays.n_tokens = len(tokens)
+    for i, (token, position, sequence, wanted) in enumerate(tokens):
+        arrays.token[i], arrays.pos[i] = token, position
+        arrays.n_seq_id[i], arrays.seq_id[i][0] = 1, sequence
+        arrays.logits[i] = wanted
+
+
+def llama_cpp_scores(file: str, vocabulary: int) -> dict[str, Any]:
+    """Score the next token."""
+    lib, context, room = _llama_cpp(file, 1, LONGEST + 8)
+    arrays, ids = lib.llama_batch_init(room, 0, 1), prompt(vocabulary)
+    _fill(arrays, [(token, i, 0, i == len(ids) - 1) for i, token in enumerate(ids)])
+    assert lib.llama_decode(context, arrays) == 0
+    logits = lib.llama_get_logits_ith(context, len(ids) - 1)
+    return _scores(np.ctypeslib.as_array(logits, (vocabulary,)))
+
+
+def llama_cpp(file: str, batch: int, new: int, vocabulary: int) -> Any:
+    """Decode all sequences in one batch a step, with llama.cpp's own sampler."""
+    lib, context, room = _llama_cpp(file, batch, LONGEST + new + 8)
     sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
     lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist(0))
-    room = settings.n_batch
     arrays = lib.llama_batch_init(room, 0, 1)
     prompts = Prompts(batch, vocabulary)
 
     def decode(tokens: list[tuple[int, int, int, bool]]) -> list[int]:
         """Feed (id, position, sequence, sample) and give what was sampled, in order."""
-        arrays.n_tokens = len(tokens)
-        for i, (token, position, sequence, wanted) in enumerate(tokens):
-            arrays.token[i], arrays.pos[i] = token, position
-            arrays.n_seq_id[i], arrays.seq_id[i][0] = 1, sequence
-            arrays.logits[i] = wanted
+        _fill(arrays, tokens)
         assert lib.llama_decode(context, arrays) == 0
         wanted = [i for i, each in enumerate(tokens) if each[3]]
         return [lib.llama_sampler_sample(sampler, context, i) for i in wanted]
@@ -467,6 +522,29 @@ def compare(bench: Bench) -> None:
             )
             for name, file in files.items()
         ]
+        scored = {"vocabulary": vocabulary}
+        cases += [
+            Case("ours scored", __file__, "scores", {"folder": folder, **scored}, process="model"),
+            Case(
+                "transformers scored",
+                __file__,
+                "transformers_scores",
+                {"folder": folder, **scored},
+                "torch",
+                process="transformers",
+            ),
+            *(
+                Case(
+                    f"llama.cpp {name} scored",
+                    __file__,
+                    "llama_cpp_scores",
+                    {"file": file, **scored},
+                    "llama.cpp",
+                    process=f"llama.cpp {name}",
+                )
+                for name, file in files.items()
+            ),
+        ]
         for batch, new in sizes.items():
             common = {"batch": batch, "new": new, "vocabulary": vocabulary}
             ours = {"folder": folder, **common}
@@ -508,6 +586,21 @@ def compare(bench: Bench) -> None:
             ]
         # Seconds a repetition: three rounds tell enough.
         measured = bench.measure("engine", cases, rounds=min(bench.rounds, 3))
+    for peer, target in (("transformers", 1e-4), ("llama.cpp f32", 1e-4), ("llama.cpp bf16", None)):
+        if f"{peer} scored" in measured.facts:
+            found, ours = (measured.facts[f"{x} scored"]["logprob"] for x in (peer, "ours"))
+            far = float(np.max(np.abs(np.subtract(found, ours))))
+            bench.rows.append(
+                Row(
+                    "largest difference of log-probs",
+                    peer,
+                    f"next token after {LONGEST}",
+                    Spread(far, far, far),
+                    target,
+                    "<=",
+                    unit="nats",
+                )
+            )
     for batch, new in sizes.items():
         shape = f"batch {batch}, prompts of {SHORTEST} to {LONGEST}, {new} new"
         tokens = [batch * new / sample["cpu_s"] for sample in measured.samples[f"ours {batch}"]]
