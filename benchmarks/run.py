@@ -157,6 +157,28 @@ def picture(bench: Bench, path: pathlib.Path, where: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write(
+    bench: Bench, options: argparse.Namespace, here: dict[str, Any], loads: dict[str, Any]
+) -> str:
+    """Write what there is to speed.json and speed.png, and say where it was measured."""
+    others = [load.get("cores_used_by_others", 0.0) for load in loads.values()]
+    where = (
+        f"{here['processor']}, {here['cores']} cores; other processes used "
+        f"{min(others):.1f} to {max(others):.1f} cores meanwhile; jax {here['jax']}, "
+        f"Python {here['python']}, {options.rounds} rounds"
+    )
+    written = {
+        "machine": here,
+        "load": loads,
+        "rows": [{**dataclasses.asdict(row), "met": row.met} for row in bench.rows],
+        "curves": bench.curves,
+        "details": bench.details,
+    }
+    (options.out / "speed.json").write_text(json.dumps(written, indent=1))
+    picture(bench, options.out / "speed.png", where)
+    return where
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -188,24 +210,12 @@ def main() -> None:
         for name in COMPARISONS:
             if name not in options.only:
                 continue
-            with watch(loads.setdefault(name, {})):
-                importlib.import_module(f"comparisons.{name}").compare(bench)
-            others = [load["cores_used_by_others"] for load in loads.values()]
-            where = (
-                f"{here['processor']}, {here['cores']} cores; other processes used "
-                f"{min(others):.1f} to {max(others):.1f} cores meanwhile; jax {here['jax']}, "
-                f"Python {here['python']}, {options.rounds} rounds"
-            )
-            # After each comparison: what was measured is not lost with what follows.
-            written = {
-                "machine": here,
-                "load": loads,
-                "rows": [{**dataclasses.asdict(row), "met": row.met} for row in bench.rows],
-                "curves": bench.curves,
-                "details": bench.details,
-            }
-            (options.out / "speed.json").write_text(json.dumps(written, indent=1))
-            picture(bench, options.out / "speed.png", where)
+            try:
+                with watch(loads.setdefault(name, {})):
+                    importlib.import_module(f"comparisons.{name}").compare(bench)
+            finally:
+                # After each comparison, whatever ended it: what was measured is not lost.
+                where = write(bench, options, here, loads)
     show(bench.rows, where)
     say(f"written: {options.out / 'speed.json'}, {options.out / 'speed.png'}")
 
