@@ -30,6 +30,7 @@ from typing import Any
 import matplotlib.figure
 import psutil
 from harness import SLOW, Bench, Row, say
+from matplotlib.ticker import NullFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -111,6 +112,8 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+# Curves next to each other in a picture.
+_ABREAST = 3
 COLUMNS = ("what", "against", "shape", "target", "CPU", "rounds", "wall", "", "note")
 
 
@@ -127,33 +130,39 @@ def show(rows: list[Row], where: str) -> None:
 def picture(bench: Bench, path: pathlib.Path, where: str) -> None:
     """Draw how far each row is on the good side of its target, and the curves."""
     rows = [row for row in bench.rows if row.measured is not None and row.target]
-    height = 0.8 + 0.32 * len(rows)
-    figure = matplotlib.figure.Figure(
-        figsize=(12, height + 3.6 * len(bench.curves)), layout="constrained"
-    )
-    axes = figure.subplots(
-        1 + len(bench.curves), 1, height_ratios=[height, *[3.6] * len(bench.curves)], squeeze=False
-    )[:, 0]
+    height, deep = 1.2 + 0.32 * len(rows), -(-len(bench.curves) // _ABREAST)
+    figure = matplotlib.figure.Figure(figsize=(12, height + 3.2 * deep), layout="constrained")
+    parts = figure.subfigures(1 + deep, 1, height_ratios=[height, *[3.2] * deep], squeeze=False)
+    bars = parts[0, 0].subplots()
     for place, row in enumerate(reversed(rows)):
         assert row.measured is not None and row.target is not None
-        score = lambda x, row=row: x / row.target if row.sense == ">=" else row.target / x
+        # Something that does not grow at all is drawn as ten times as good as asked.
+        score = lambda x, row=row: (
+            x / row.target if row.sense == ">=" else row.target / max(x, 0.1 * row.target)
+        )
         ends = sorted(score(x) for x in (row.measured.low, row.measured.high))
         color = "tab:green" if row.met else "tab:red"
-        axes[0].barh(place, score(row.measured.median), color=color, height=0.6)
-        axes[0].plot(ends, [place, place], color="black", linewidth=1)
-    axes[0].set_yticks(
+        bars.barh(place, score(row.measured.median), color=color, height=0.6)
+        bars.plot(ends, [place, place], color="black", linewidth=1)
+    bars.set_yticks(
         range(len(rows)), [f"{row.what}: {row.against}" for row in reversed(rows)], fontsize=8
     )
-    axes[0].axvline(1.0, color="black", linewidth=0.8)
-    axes[0].set_xscale("log")
-    axes[0].set_xlabel("share of the target reached (1 = met; line: smallest to largest round)")
-    axes[0].set_title(where, fontsize=8)
-    for axis, curve in zip(axes[1:], bench.curves, strict=True):
+    bars.axvline(1.0, color="black", linewidth=0.8)
+    bars.set_xscale("log")
+    bars.set_xlabel("share of the target reached (1 = met; line: smallest to largest round)")
+    bars.set_title(where, fontsize=8)
+    for number, curve in enumerate(bench.curves):
+        part = parts[1 + number // _ABREAST, 0]
+        axes = part.add_subplot(1, _ABREAST, 1 + number % _ABREAST)
         for name, points in curve["lines"].items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(title=curve["title"], xlabel=curve["x"], ylabel=curve["y"], xscale="log")
-        axis.set_ylim(bottom=0)
-        axis.legend()
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set_title(curve["title"], fontsize=9)
+        axes.set(xlabel=curve["x"], ylabel=curve["y"], xscale="log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        highest = max(y for points in curve["lines"].values() for _, y in points)
+        axes.set_ylim(0, 1.2 * highest)
+        if len(curve["lines"]) > 1:
+            axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

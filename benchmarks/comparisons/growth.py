@@ -16,6 +16,7 @@ from comparisons.overhead import fused
 from harness import Bench, Case, Row, Spread
 
 MODEL = {"embed": 256, "layers": 4, "vocabulary": 4096}
+UNITS = {"episodes": "episode", "time": "token", "servers": "server"}
 SMALL = {"embed": 32, "layers": 1, "vocabulary": 64}
 
 
@@ -185,7 +186,11 @@ def compare(bench: Bench) -> None:
             {
                 "title": f"Growth: {what}",
                 "x": name,
-                "y": f"CPU ms{' a unit' if units else ''}",
-                "lines": {function: [[n, 1e3 * x] for n, x in zip(values, unit, strict=True)]},
+                "y": f"CPU microseconds a {UNITS[name]}" if units else "CPU ms",
+                "lines": {
+                    function: [
+                        [n, x * (1e6 if units else 1e3)] for n, x in zip(values, unit, strict=True)
+                    ]
+                },
             }
         )
