@@ -71,6 +71,7 @@ _COUPLING = (
     ("explained_variance", "explained variance", ".2f"),
     ("correction", "mean |A_RC - A_GAE|", ".3f"),
     ("kept", "kept by the loss", ".1%"),
+    ("restoring", "outside, but leading back", ".1%"),
     ("effective_sample_size", "ESS", ".2f"),
     ("kl", "KL, nats a token", ".4f"),
     ("sigma", "sigma of log r", ".3f"),
