@@ -675,7 +675,7 @@ def forward(
     x, _ = jax.lax.scan(
         jax.checkpoint(block) if remat else block, x, params["layers"], unroll=unroll
     )
-    return _rms_norm(x, params["final_norm"], config.rms_norm_eps).astype(jnp.float32)
+    return _final(params, config, x)
 
 
 def logits(
@@ -924,41 +924,43 @@ def values(
 class KVCache:
     """Rotated keys and values of each slot; what lies past a slot's own sequence is never read.
 
-    Keys are stored as [layer, slots, kv_heads, head_dim, length] and values as [layer, slots,
-    kv_heads, length, head_dim]: the products of decoding then run along contiguous memory, which
-    takes a third off a step.
+    A tuple has an array a layer: keys [slots, kv_heads, head_dim, length] and values [slots,
+    kv_heads, length, head_dim]. The products of decoding then run along contiguous memory, and read
+    a whole array where it lies: a slice of it, or of one for all layers, would be copied first.
     """
 
     # Not typed by shape: trees of shapes or shardings of a cache are caches too.
-    key: Any
-    value: Any
+    key: tuple[Any, ...]
+    value: tuple[Any, ...]
 
     @property
     def slots(self) -> int:
         """Sequences that it holds."""
-        return self.key.shape[1]
+        return self.key[0].shape[0]
 
     @property
     def length(self) -> int:
         """Tokens that each slot has room for."""
-        return self.key.shape[4]
+        return self.key[0].shape[3]
 
     @property
     def k(self) -> Float[Array, "layer slots length kv_heads head_dim"]:
         """The keys in reading order."""
-        return jnp.transpose(self.key, (0, 1, 4, 2, 3))
+        return jnp.stack([jnp.transpose(x, (0, 3, 1, 2)) for x in self.key])
 
     @property
     def v(self) -> Float[Array, "layer slots length kv_heads head_dim"]:
         """The values in reading order."""
-        return jnp.transpose(self.value, (0, 1, 3, 2, 4))
+        return jnp.stack([jnp.transpose(x, (0, 2, 1, 3)) for x in self.value])
 
 
 def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any = jnp.float32) -> KVCache:
     """Make an empty cache for `slots` sequences of at most `length` tokens each."""
-    outer, head_dim = (config.num_layers, slots, config.num_kv_heads), config.head_dim
+    outer, head_dim = (slots, config.num_kv_heads), config.head_dim
+    # Made one by one: a donated cache must not hold the same array twice.
     return KVCache(
-        jnp.zeros((*outer, head_dim, length), dtype), jnp.zeros((*outer, length, head_dim), dtype)
+        tuple(jnp.zeros((*outer, head_dim, length), dtype) for _ in range(config.num_layers)),
+        tuple(jnp.zeros((*outer, length, head_dim), dtype) for _ in range(config.num_layers)),
     )
 
 
@@ -990,14 +992,39 @@ def prefill(
         0).
     """
     n, chunk = token_ids.shape
+    attend = cache.length if attend is None else min(attend, cache.length)
     index = jnp.arange(chunk, dtype=start.dtype)
     positions = start[:, None] + index[None]
     given = index[None] < count[:, None]
-    new, last = _cached_forward(params, config, cache, token_ids, slot, start, positions, attend)
-    last = last.reshape(n, chunk, -1)[jnp.arange(n), jnp.maximum(count - 1, 0)]
+    rotary = _rotary(config, positions.reshape(-1))
+    group = config.num_heads // config.num_kv_heads
+    held = (jnp.arange(attend, dtype=start.dtype)[None] < start[:, None])[:, None, None]
+    causal = jnp.tile(jnp.tril(jnp.ones((chunk, chunk), bool)), (group, 1))[None, None]
+
+    def block(x: Array, scanned: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        layer, old_key, old_value = scanned
+        heads = _query_key_value(layer, config, x, rotary)
+        query, key, value = (y.reshape(n, chunk, *y.shape[1:]) for y in heads)
+        parts = [(key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), causal)]
+        if attend:
+            parts.append((old_key, old_value, held))
+        attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), chunk)
+        return _residual(layer, config, x, attended.reshape(n * chunk, -1)), (key, value)
+
+    old_key = jnp.stack([x[slot, :, :, :attend] for x in cache.key])
+    old_value = jnp.stack([x[slot, :, :attend] for x in cache.value])
+    x = params["embed"][token_ids.reshape(-1)]
+    x, (key, value) = jax.lax.scan(block, x, (params["layers"], old_key, old_value))
+    last = _final(params, config, x).reshape(n, chunk, -1)[jnp.arange(n), jnp.maximum(count - 1, 0)]
     # An index past the end makes the scatter drop the write.
     target = jnp.where(given, slot[:, None], cache.slots)
-    return _write(cache, new, target, positions), logits(params, config, last)
+    written = [
+        _write(old, new, target, positions)
+        for old, new in zip(
+            zip(cache.key, cache.value, strict=True), zip(key, value, strict=True), strict=True
+        )
+    ]
+    return KVCache(*map(tuple, zip(*written, strict=True))), logits(params, config, last)
 
 
 def decode_step(
@@ -1026,63 +1053,40 @@ def decode_step(
         The cache, and the logits that follow each slot's token (meaningless where not active).
     """
     slots = token_ids.shape[0]
-    given = active[:, None]
-    new, hidden = _cached_forward(
-        params, config, cache, token_ids[:, None], None, position, position[:, None], attend
-    )
-    target = jnp.where(given, jnp.arange(slots, dtype=position.dtype)[:, None], slots)
-    return _write(cache, new, target, position[:, None]), logits(params, config, hidden)
-
-
-def _cached_forward(
-    params: Params,
-    config: ModelConfig,
-    cache: KVCache,
-    token_ids: Int[Array, "n chunk"],
-    slot: Int[Array, " n"] | None,
-    start: Int[Array, " n"],
-    positions: Int[Array, "n chunk"],
-    attend: int | None,
-) -> tuple[tuple[Array, Array], Float[Array, "tokens embed"]]:
-    """Run the body on new tokens after what their slots hold; `slot` None means all in order.
-
-    Returns the new keys and values, [layer, n, chunk, kv_heads, head_dim], and flat hidden states.
-    The cache is only read here. Writing it once for all layers afterwards keeps the scan from
-    copying it.
-    """
-    n, chunk = token_ids.shape
     attend = cache.length if attend is None else min(attend, cache.length)
-    rotary = _rotary(config, positions.reshape(-1))
-    group = config.num_heads // config.num_kv_heads
-    held = (jnp.arange(attend, dtype=start.dtype)[None] < start[:, None])[:, None, None]
-    causal = jnp.tile(jnp.tril(jnp.ones((chunk, chunk), bool)), (group, 1))[None, None]
+    rotary = _rotary(config, position)
+    seen = (jnp.arange(attend, dtype=position.dtype)[None] <= position[:, None])[:, None, None]
+    target = jnp.where(active, jnp.arange(slots, dtype=position.dtype), slots)[:, None]
+    x = params["embed"][token_ids]
+    written = []
+    # Not a scan, which would copy the weights and the cache of a layer out of those of all.
+    for index, old in enumerate(zip(cache.key, cache.value, strict=True)):
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        query, key, value = (y[:, None] for y in _query_key_value(layer, config, x, rotary))
+        keys, values = _write(old, (key, value), target, position[:, None])
+        written.append((keys, values))
+        parts = [(keys[..., :attend], values[:, :, :attend], seen)]
+        attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), 1)
+        x = _residual(layer, config, x, attended.reshape(slots, -1))
+    cache = KVCache(*map(tuple, zip(*written, strict=True)))
+    return cache, logits(params, config, _final(params, config, x))
 
-    def block(x: Array, scanned: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        layer, old_key, old_value = scanned
-        if slot is not None:
-            old_key, old_value = old_key[slot], old_value[slot]
-        heads = _query_key_value(layer, config, x, rotary)
-        query, key, value = (y.reshape(n, chunk, *y.shape[1:]) for y in heads)
-        parts = [(key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), causal)]
-        if attend:
-            parts.append((old_key[..., :attend], old_value[:, :, :attend], held))
-        attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), chunk)
-        return _residual(layer, config, x, attended.reshape(n * chunk, -1)), (key, value)
 
-    x = params["embed"][token_ids.reshape(-1)]
-    x, new = jax.lax.scan(block, x, (params["layers"], cache.key, cache.value))
-    return new, _rms_norm(x, params["final_norm"], config.rms_norm_eps).astype(jnp.float32)
+def _final(params: Params, config: ModelConfig, x: Float[Array, "n embed"]) -> Array:
+    return _rms_norm(x, params["final_norm"], config.rms_norm_eps).astype(jnp.float32)
 
 
 def _write(
-    cache: KVCache,
-    new: tuple[Array, Array],
+    old: tuple[Array, Array],
+    new: tuple[
+        Float[Array, "n chunk kv_heads head_dim"], Float[Array, "n chunk kv_heads head_dim"]
+    ],
     slot: Int[Array, "n chunk"],
     position: Int[Array, "n chunk"],
-) -> KVCache:
-    """Put new keys and values, [layer, n, chunk, kv_heads, head_dim], where `slot` is in range."""
-    key, value = (jnp.transpose(x, (1, 2, 0, 3, 4)) for x in new)
-    return KVCache(
-        cache.key.at[:, slot, :, :, position].set(key.astype(cache.key.dtype), mode="drop"),
-        cache.value.at[:, slot, :, position].set(value.astype(cache.value.dtype), mode="drop"),
+) -> tuple[Array, Array]:
+    """Put new keys and values into the arrays of a layer, where `slot` is in range."""
+    key, value = (x.astype(y.dtype) for x, y in zip(new, old, strict=True))
+    return (
+        old[0].at[slot, :, :, position].set(key, mode="drop"),
+        old[1].at[slot, :, position].set(value, mode="drop"),
     )

@@ -37,7 +37,7 @@ SIZES = EngineConfig(
     steps_per_dispatch=4,
     prefill_rows=(2,),
     prefill_chunks=(8,),
-    attend=(32,),
+    attend=(16,),
 )
 
 

@@ -168,7 +168,8 @@ class EngineConfig:
     prefill_chunks: tuple[int, ...] = (32, 64, 128)
     """Allowed numbers of tokens per sequence in one prefill dispatch."""
     attend: tuple[int, ...] = (128, 256)
-    """Decode reads the cache up to the smallest of these and `max_length` that covers all slots."""
+    """Decode reads the cache up to the smallest of these and `max_length` that covers all slots.
+    A part is copied before it is read, so of these only what is below a quarter of it is used."""
     deterministic: bool = False
     """Give a request the same bits whatever else runs: the shapes of its programs depend on its
     length alone, and nothing is taken from the cache that an earlier request has computed. Of
@@ -478,6 +479,7 @@ class Engine:
 
         slots, length = engine_config.slots, engine_config.max_length
         self._cache = model.init_cache(config, slots, length)
+        self._attend = tuple(size for size in engine_config.attend if 4 * size < length)
         # What each slot holds. `_known` tokens are in the history; the cache has the `_computed`
         # first of them, which for a decoding slot is all but the newest, and the weights that
         # computed them carry the number `_generation`.
@@ -520,8 +522,8 @@ class Engine:
             for chunk in self.sizes.prefill_chunks:
                 for attend in (0, self.sizes.max_length):
                     self._prefill_program(rows, chunk, attend)
-        for attend in (*self.sizes.attend, self.sizes.max_length):
-            self._decode_program(min(attend, self.sizes.max_length), 0)
+        for attend in (*self._attend, self.sizes.max_length):
+            self._decode_program(attend, 0)
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
@@ -954,7 +956,7 @@ class Engine:
         index = (self._known - self._prompt_length).astype(np.uint64)[None]
         index = index + np.arange(self.sizes.steps_per_dispatch, dtype=np.uint64)[:, None]
         uniforms = uniform(self._seed[None], index)
-        attend = _bucket(int(position.max()) + steps, self.sizes.attend, self.sizes.max_length)
+        attend = _bucket(int(position.max()) + steps, self._attend, self.sizes.max_length)
         top = self._top_width(slots)
         program = self._decode_program(attend, top)
         self._cache, out = program(
