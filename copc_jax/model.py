@@ -943,6 +943,35 @@ class KVCache:
         """Tokens that each slot has room for."""
         return self.key[0].shape[3]
 
+    def take(self, slots: Int[Array, " n"], length: int) -> KVCache:
+        """Copy the first `length` tokens of some slots, no slot twice."""
+        key = (x.at[slots, :, :, :length] for x in self.key)
+        value = (x.at[slots, :, :length] for x in self.value)
+        read = lambda at: at.get(mode="promise_in_bounds", unique_indices=True)
+        return KVCache(tuple(map(read, key)), tuple(map(read, value)))
+
+    def put(
+        self, part: KVCache, slots: Int[Array, " n"], start: Int[Array, " n"], count: int
+    ) -> KVCache:
+        """Write back what `take` copied: of each slot, `count` tokens from `start` on."""
+        rows = jnp.arange(part.slots, dtype=slots.dtype)[:, None]
+        start = jnp.minimum(start, part.length - count)
+        position = start[:, None] + jnp.arange(count, dtype=start.dtype)[None]
+        target = jnp.broadcast_to(slots[:, None], position.shape)
+        read = lambda at: at.get(mode="promise_in_bounds")
+        written = [
+            _write(
+                old,
+                (read(key.at[rows, :, :, position]), read(value.at[rows, :, position])),
+                target,
+                position,
+            )
+            for old, key, value in zip(
+                zip(self.key, self.value, strict=True), part.key, part.value, strict=True
+            )
+        ]
+        return KVCache(*map(tuple, zip(*written, strict=True)))
+
     @property
     def k(self) -> Float[Array, "layer slots length kv_heads head_dim"]:
         """The keys in reading order."""
@@ -1034,8 +1063,6 @@ def decode_step(
     token_ids: Int[Array, " slots"],
     position: Int[Array, " slots"],
     active: Bool[Array, " slots"],
-    *,
-    attend: int | None = None,
 ) -> tuple[KVCache, Float[Array, "slots vocab"]]:
     """Append one token to every active slot.
 
@@ -1046,16 +1073,14 @@ def decode_step(
         token_ids: the newest token of each slot.
         position: tokens that each slot held before, which is the new token's position.
         active: slots that are not active change nothing.
-        attend: static bound on `position`: cache positions from here on are not read. None reads
-            all.
 
     Returns:
         The cache, and the logits that follow each slot's token (meaningless where not active).
     """
     slots = token_ids.shape[0]
-    attend = cache.length if attend is None else min(attend, cache.length)
     rotary = _rotary(config, position)
-    seen = (jnp.arange(attend, dtype=position.dtype)[None] <= position[:, None])[:, None, None]
+    index = jnp.arange(cache.length, dtype=position.dtype)
+    seen = (index[None] <= position[:, None])[:, None, None]
     target = jnp.where(active, jnp.arange(slots, dtype=position.dtype), slots)[:, None]
     x = params["embed"][token_ids]
     written = []
@@ -1065,7 +1090,7 @@ def decode_step(
         query, key, value = (y[:, None] for y in _query_key_value(layer, config, x, rotary))
         keys, values = _write(old, (key, value), target, position[:, None])
         written.append((keys, values))
-        parts = [(keys[..., :attend], values[:, :, :attend], seen)]
+        parts = [(keys, values, seen)]
         attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), 1)
         x = _residual(layer, config, x, attended.reshape(slots, -1))
     cache = KVCache(*map(tuple, zip(*written, strict=True)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import time
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +250,45 @@ def test_tokens_do_not_depend_on_sizes_of_the_engine(running):
     for mine, theirs in zip(here, there, strict=True):
         np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
         np.testing.assert_allclose(mine.logprob, theirs.logprob, atol=1e-4)
+
+
+def test_few_requests_compute_few_rows_once_a_smaller_program_is_compiled():
+    sizes = EngineConfig(
+        slots=8,
+        max_length=96,
+        steps_per_dispatch=4,
+        decode_rows=(1, 2),
+        prefill_rows=(1, 4),
+        prefill_chunks=(8, 32),
+        attend=(32,),
+    )
+    asked = [
+        request("one", range(1, 5), seed=1, max_new_tokens=16),
+        request("two", range(2, 30), seed=2, max_new_tokens=32),
+    ]
+    with engine(sizes=sizes) as running:
+        computed = lambda: running.engine.counters()["tokens_computed"]
+        first = [running.finish(each)[0] for each in asked]
+        # The largest program stood in, if the smaller one was not ready.
+        deadline = time.monotonic() + 60
+        while running.engine.counters()["compiling"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        before = computed()
+        alone = [running.finish(each)[0] for each in asked]
+        assert computed() - before == 16 + 32
+        # Keys and values that one-row programs wrote back are those of the next turn.
+        prompt = [*range(2, 30), *alone[1].token_ids.tolist(), 5]
+        (turn,) = running.finish(request("turn", prompt, max_new_tokens=8))
+        (apart,) = running.finish(request("x", prompt, max_new_tokens=8, namespace="other"))
+        assert (turn.cached_tokens, apart.cached_tokens) == (28 + 32 - 1, 0)
+        np.testing.assert_array_equal(turn.token_ids, apart.token_ids)
+        before = computed()
+        running.finish(*(request(f"r{i}", max_new_tokens=4) for i in range(8)))
+        assert computed() - before == 8 * 4
+    for one, other in zip(first, alone, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
 
 
 def test_requests_start_in_the_order_they_came(running):

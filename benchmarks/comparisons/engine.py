@@ -13,7 +13,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,7 +145,14 @@ class Served:
         for url in self.urls:
             with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
                 state = json.load(answer)["internal_states"][0]
-            for name in ("tokens_sampled", "tokens_prefilled", "tokens_cached", "busy_seconds"):
+            names = (
+                "tokens_sampled",
+                "tokens_prefilled",
+                "tokens_cached",
+                "busy_seconds",
+                "compiling",
+            )
+            for name in names:
                 total[name] = total.get(name, 0) + state[name]
         return total
 
@@ -171,7 +178,15 @@ def served(folder: str, batch: int, new: int, vocabulary: int) -> Any:
         assert all(len(each.token_ids) == new for each in given)
 
     run.pids = both.pids  # pyright: ignore[reportFunctionMemberAccess]
+    settle(run, both.counters)
     return run
+
+
+def settle(run: Callable[[], None], counters: Callable[[], Mapping[str, float]]) -> None:
+    """Repeat what is to be measured until its programs are compiled, which goes on beside it."""
+    run()
+    while counters()["compiling"]:
+        run()
 
 
 def latency(folder: str, batch: int, new: int, vocabulary: int, calls: int) -> dict[str, Any]:

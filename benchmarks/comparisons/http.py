@@ -66,6 +66,7 @@ def served(folder: str, in_flight: int, longest: int, vocabulary: int) -> Any:
         assert both.wait(all_of_them()) == requests.new.sum()
 
     run.pids = both.pids  # pyright: ignore[reportFunctionMemberAccess]
+    engines.settle(run, both.counters)
     return run
 
 
@@ -100,6 +101,7 @@ def direct(folder: str, in_flight: int, longest: int, vocabulary: int) -> Any:
             total += sum(len(each.token_ids) for each in ended)
         assert total == requests.new.sum()
 
+    engines.settle(run, made.counters)
     return run
 
 

@@ -6,6 +6,10 @@ slot its newest token and samples up to `steps_per_dispatch` tokens on the devic
 stop are thrown away on the host, which looks at whole dispatches with numpy and never loops over
 tokens.
 
+A dispatch computes as many slots, tokens and cache positions as its program was compiled for. The
+largest programs are compiled at the start and fit everything; a smaller one that would do is
+compiled in the background when it is first wanted.
+
 A finished slot keeps its tokens. A later request that begins with them, such as the next turn of
 the episode, goes on there and prefills the rest only.
 
@@ -25,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -38,6 +42,10 @@ from copc_jax import model
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
+
+# A program's kind and static sizes: ("decode", rows, attend, top), ("prefill", rows, chunk, attend)
+# or ("score", length, top).
+Key = tuple[Any, ...]
 
 # Vocabulary entries summed together before the search: two short cumulative sums cost a third of
 # one over the whole vocabulary.
@@ -163,17 +171,20 @@ class EngineConfig:
     """Tokens of a prompt and its response together."""
     steps_per_dispatch: int = 8
     """Tokens per slot in one decode dispatch; more cost less overhead and waste more past stops."""
-    prefill_rows: tuple[int, ...] = (1, 8)
+    decode_rows: tuple[int, ...] = (1, 4, 16, 32, 128)
+    """Allowed numbers of slots in one decode dispatch, beside all of them."""
+    prefill_rows: tuple[int, ...] = (1, 4, 8)
     """Allowed numbers of sequences in one prefill dispatch."""
     prefill_chunks: tuple[int, ...] = (32, 64, 128)
     """Allowed numbers of tokens per sequence in one prefill dispatch."""
-    attend: tuple[int, ...] = (128, 256)
-    """Decode reads the cache up to the smallest of these and `max_length` that covers all slots.
-    A part is copied before it is read, so of these only what is below a quarter of it is used."""
+    attend: tuple[int, ...] = (128, 256, 1024, 4096)
+    """Allowed numbers of cache positions that a decode dispatch reads, beside `max_length`. It
+    copies them first, so only what is at most half of that is used."""
     deterministic: bool = False
     """Give a request the same bits whatever else runs: the shapes of its programs depend on its
     length alone, and nothing is taken from the cache that an earlier request has computed. Of
-    `prefill_rows` only the largest is used, of `attend` none."""
+    `prefill_rows` only the largest is used, which is that of a decode dispatch too, and of `attend`
+    none."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no engine can have.
@@ -184,9 +195,10 @@ class EngineConfig:
         for name in ("slots", "max_length", "steps_per_dispatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("prefill_rows", "prefill_chunks", "attend"):
+        for name in ("decode_rows", "prefill_rows", "prefill_chunks", "attend"):
             sizes = getattr(self, name)
-            if (not sizes and name != "attend") or any(size < 1 for size in sizes):
+            optional = name in ("decode_rows", "attend")
+            if (not sizes and not optional) or any(size < 1 for size in sizes):
                 raise ValueError(f"{name} must be positive sizes, not {sizes}")
 
 
@@ -317,35 +329,39 @@ def sample(
 # -------------------------------------------------------------------------------------- programs
 
 
-def _decode(params, cache, integers, floats, uniforms, steps, *, config, attend, top):
-    """Sample `steps` tokens in every active slot.
+def _decode(params, whole, integers, floats, uniforms, steps, *, config, attend, top):
+    """Sample `steps` tokens in every active row.
 
     Args:
         params: the policy.
-        cache: donated.
-        integers: i32[4, slots]: newest token, its position, top_k, 1 if active.
-        floats: f32[3, slots]: temperature, top_p, min_p.
-        uniforms: f32[max_steps, slots].
+        whole: cache of all slots, donated.
+        integers: i32[5, rows]: slot, newest token, its position, top_k, 1 if active; no slot twice,
+            and slot i in row i when there are as many rows as slots.
+        floats: f32[3, rows]: temperature, top_p, min_p.
+        uniforms: f32[max_steps, rows].
         steps: i32[], at most max_steps.
         config: static.
         attend: static, cache positions to read.
         top: static, how many likeliest tokens to report.
 
     Returns:
-        The cache, tokens i32[max_steps, slots], log-probabilities f32[max_steps, slots], and for
-        top > 0 the likeliest tokens [max_steps, slots, top] and their log-probabilities.
+        The cache, tokens i32[max_steps, rows], log-probabilities f32[max_steps, rows], and for
+        top > 0 the likeliest tokens [max_steps, rows, top] and their log-probabilities.
     """
-    token, position, top_k, active = integers
+    slot, token, start, top_k, active = integers
     temperature, top_p, min_p = floats
-    length = cache.length
+    length = attend
     rows = uniforms.shape
+    apart = (rows[1], attend) != (whole.slots, whole.length)
+    # Copied once for all steps: what is only a part of an array would be copied by every step.
+    cache = whole.take(slot, attend) if apart else whole
 
     def step(index, carry):
         cache, token, position, out = carry
         # A slot at its end goes on to the end of the dispatch without writing past the cache.
         alive = (active > 0) & (position < length)
         cache, logits = model.decode_step(
-            params, config, cache, token, jnp.minimum(position, length - 1), alive, attend=attend
+            params, config, cache, token, jnp.minimum(position, length - 1), alive
         )
         token, chosen, normalizer = sample(
             logits, uniforms[index], temperature, top_k, top_p, min_p
@@ -361,8 +377,8 @@ def _decode(params, cache, integers, floats, uniforms, steps, *, config, attend,
     out = (jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32))
     if top:
         out += (jnp.zeros((*rows, top), jnp.int32), jnp.zeros((*rows, top), jnp.float32))
-    cache, _, _, out = jax.lax.fori_loop(0, steps, step, (cache, token, position, out))
-    return cache, out
+    cache, _, _, out = jax.lax.fori_loop(0, steps, step, (cache, token, start, out))
+    return whole.put(cache, slot, start, min(rows[0], attend)) if apart else cache, out
 
 
 def _prefill(params, cache, token_ids, integers, *, config, attend):
@@ -391,6 +407,11 @@ def _score(params, token_ids, count, *, config, top):
 
 def _bucket(size: int, buckets: Iterable[int], largest: int) -> int:
     return min((bucket for bucket in buckets if size <= bucket < largest), default=largest)
+
+
+def _allowed(sizes: Iterable[int], whole: int, largest: int) -> tuple[int, ...]:
+    """Order the sizes up to `largest`, with the whole as the last."""
+    return (*sorted({size for size in sizes if size <= largest}), whole)
 
 
 # -------------------------------------------------------------------------------------- engine
@@ -453,7 +474,9 @@ class Engine:
         self.config = config
         if engine_config.deterministic:
             rows = (max(engine_config.prefill_rows),)
-            engine_config = dataclasses.replace(engine_config, prefill_rows=rows, attend=())
+            engine_config = dataclasses.replace(
+                engine_config, prefill_rows=rows, decode_rows=rows, attend=()
+            )
         self.sizes = engine_config
         self.version = version
         self.model_path: str | None = None
@@ -471,7 +494,10 @@ class Engine:
         self._paused: PauseMode | None = None
         self._stopping = False
         self._outbox: list[Output] = []
-        self._programs: dict[tuple, Any] = {}
+        self._programs: dict[Key, Any] = {}
+        self._asked_for: set[Key] = set()
+        self._compiling = 0
+        self._compiler = ThreadPoolExecutor(1, "engine compiler")
         self._clock = 0
         # Masked attention multiplies what it does not see by zero, which NaN survives: after NaN
         # weights the cache must be made anew.
@@ -479,7 +505,9 @@ class Engine:
 
         slots, length = engine_config.slots, engine_config.max_length
         self._cache = model.init_cache(config, slots, length)
-        self._attend = tuple(size for size in engine_config.attend if 4 * size < length)
+        self._cache_shape = _abstract(self._cache)
+        self._decode_rows = _allowed(engine_config.decode_rows, slots, slots - 1)
+        self._attend = _allowed(engine_config.attend, length, length // 2)
         # What each slot holds. `_known` tokens are in the history; the cache has the `_computed`
         # first of them, which for a decoding slot is all but the newest, and the weights that
         # computed them carry the number `_generation`.
@@ -508,6 +536,7 @@ class Engine:
         self._tokens_prefilled = 0
         self._tokens_cached = 0
         self._tokens_discarded = 0
+        self._tokens_computed = 0
         self._decode_steps = 0
         self._finished = 0
         self._aborted = 0
@@ -517,13 +546,14 @@ class Engine:
     # ---------------------------------------------------------------------------- from outside
 
     def start(self) -> None:
-        """Compile every shape that ordinary requests need, and start the thread."""
-        for rows in self.sizes.prefill_rows:
-            for chunk in self.sizes.prefill_chunks:
-                for attend in (0, self.sizes.max_length):
-                    self._prefill_program(rows, chunk, attend)
-        for attend in (*self._attend, self.sizes.max_length):
-            self._decode_program(attend, 0)
+        """Compile the largest programs, which fit every ordinary request, and start the thread."""
+        sizes = self.sizes
+        rows = min(self._decode_rows) if sizes.deterministic else sizes.slots
+        self._program("decode", rows, sizes.max_length, 0)
+        # Deterministic, no program stands in for another.
+        for chunk in sizes.prefill_chunks if sizes.deterministic else (max(sizes.prefill_chunks),):
+            for attend in (0, sizes.max_length) if sizes.deterministic else (sizes.max_length,):
+                self._program("prefill", max(sizes.prefill_rows), chunk, attend)
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
@@ -619,19 +649,21 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Totals since the start; seconds are wall time of the engine's thread."""
-        steps = self._decode_steps * self.sizes.slots
+        computed = self._tokens_computed
         return {
             "tokens_sampled": self._tokens_sampled,
             "tokens_prefilled": self._tokens_prefilled,
             "tokens_cached": self._tokens_cached,
             "tokens_discarded": self._tokens_discarded,
+            "tokens_computed": computed,
             "decode_steps": self._decode_steps,
-            "slot_occupancy": self._tokens_sampled / steps if steps else 0.0,
+            "decode_occupancy": self._tokens_sampled / computed if computed else 0.0,
             "requests_finished": self._finished,
             "requests_aborted": self._aborted,
             "busy_seconds": self._busy_seconds,
             "idle_seconds": self._idle_seconds,
             "compilations": len(self._programs),
+            "compiling": self._compiling,
         }
 
     def _call(self, action: Callable[[], Any]) -> Future:
@@ -667,6 +699,8 @@ class Engine:
             self._fail(error)
             if self._on_death is not None:
                 self._on_death(error)
+        finally:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self) -> None:
         started = time.perf_counter()
@@ -926,6 +960,14 @@ class Engine:
             slots = slots[alike]
         rows = _bucket(len(slots), rows_allowed, max(rows_allowed))
         slots = slots[:rows]
+        attend = self.sizes.max_length if self._computed[slots].any() else 0
+        _, rows, chunk, attend = key = self._choose(
+            ("prefill", more, longer, further)
+            for longer in sorted(chunks_allowed)
+            for more in sorted(rows_allowed)
+            for further in (0, self.sizes.max_length)
+            if more >= rows and longer >= chunk and further >= attend
+        )
         token_ids = np.zeros((rows, chunk), np.int32)
         integers = np.zeros((3, rows), np.int32)
         for row, slot in enumerate(slots):
@@ -935,8 +977,7 @@ class Engine:
             integers[:, row] = slot, start, count
             self._computed[slot] += count
             self._tokens_prefilled += count
-        attend = self.sizes.max_length if integers[1].any() else 0
-        program = self._prefill_program(rows, chunk, attend)
+        program = self._program(*key)
         self._cache = program(self._params, self._cache, token_ids, integers)
         # What arrives meanwhile is prefilled next: requests that come together decode together.
         jax.block_until_ready(self._cache)
@@ -945,25 +986,44 @@ class Engine:
     def _decode_some(self) -> None:
         """Sample a dispatch of tokens in all running slots and end those that are done."""
         slots = np.flatnonzero(self._running)
-        if not len(slots):
-            return
+        # All in one, but where the program must not depend on how many there are.
+        at_once = min(self._decode_rows) if self.sizes.deterministic else self.sizes.slots
+        for first in range(0, len(slots), at_once):
+            self._decode_slots(slots[first : first + at_once])
+
+    def _decode_slots(self, slots: np.ndarray) -> None:
         remaining = self._limit[slots] - self._known[slots]
         steps = int(min(self.sizes.steps_per_dispatch, remaining.max()))
-        position = np.where(self._running, self._known - 1, 0)
-        newest = self._history[np.arange(self.sizes.slots), position]
-        integers = np.stack([newest, position, self._top_k, self._running]).astype(np.int32)
-        floats = np.stack([self._temperature, self._top_p, self._min_p])
-        index = (self._known - self._prompt_length).astype(np.uint64)[None]
+        active = np.zeros(self.sizes.slots, bool)
+        active[slots] = True
+        position = np.where(active, self._known - 1, 0)
+        end = int(position.max()) + steps
+        key = self._choose(
+            ("decode", more, further, self._top_width(slots))
+            for more in self._decode_rows
+            for further in self._attend
+            if more >= len(slots) and further >= min(end, self.sizes.max_length)
+        )
+        rows = key[1]
+        if rows == self.sizes.slots:
+            order, place = np.arange(rows), slots
+        else:
+            # Rows that are left over take other slots, and change nothing in them.
+            others = np.flatnonzero(~active)[: rows - len(slots)]
+            order, place = np.concatenate([slots, others]), np.arange(len(slots))
+        newest = self._history[order, position[order]]
+        settings = np.stack([position, self._top_k, active])[:, order]
+        integers = np.concatenate([[order, newest], settings]).astype(np.int32)
+        floats = np.stack([self._temperature, self._top_p, self._min_p])[:, order]
+        index = (self._known - self._prompt_length)[order].astype(np.uint64)[None]
         index = index + np.arange(self.sizes.steps_per_dispatch, dtype=np.uint64)[:, None]
-        uniforms = uniform(self._seed[None], index)
-        attend = _bucket(int(position.max()) + steps, self._attend, self.sizes.max_length)
-        top = self._top_width(slots)
-        program = self._decode_program(attend, top)
-        self._cache, out = program(
+        uniforms = uniform(self._seed[order][None], index)
+        self._cache, out = self._program(*key)(
             self._params, self._cache, integers, floats, uniforms, np.int32(steps)
         )
-        tokens, logprobs, *tops = jax.device_get(out)
+        tokens, logprobs, *tops = (x[:, place] for x in jax.device_get(out))
         self._decode_steps += steps
+        self._tokens_computed += steps * rows
         self._collect(slots, steps, tokens, logprobs, tops)
 
     def _collect(
@@ -975,7 +1035,7 @@ class Engine:
         tops: list[np.ndarray],
     ) -> None:
         """Keep each slot's tokens up to its end, and finish what has ended."""
-        tokens, logprobs = tokens[:steps, slots].T, logprobs[:steps, slots].T  # [running, steps]
+        tokens, logprobs = tokens[:steps].T, logprobs[:steps].T  # [running, steps]
         known = self._known[slots]
         remaining = self._limit[slots] - known
         hits = (tokens[:, :, None] == self._stop_ids[slots][:, None]).any(axis=2)
@@ -1007,7 +1067,7 @@ class Engine:
             work = self._work[slot]
             assert work is not None
             if work.request.top_logprobs:
-                ids, best = (part[: kept[i], slot, : work.request.top_logprobs] for part in tops)
+                ids, best = (part[: kept[i], i, : work.request.top_logprobs] for part in tops)
                 work.top.append((ids, best))
 
         done = stopped | (kept == remaining) | broken
@@ -1060,7 +1120,7 @@ class Engine:
         top = self._top_bucket(request.top_logprobs)
         token_ids = np.zeros((1, length), np.int32)
         token_ids[0, :count] = request.prompt
-        program = self._score_program(length, top)
+        program = self._program("score", length, top)
         logprob, *tops = jax.device_get(program(self._params, token_ids, np.int32(count)))
         work.prompt_logprob = logprob[1:count]
         if top:
@@ -1079,51 +1139,54 @@ class Engine:
 
     # ---------------------------------------------------------------------------- compilation
 
-    def _compiled(
-        self, key: tuple, function: Callable, donate: tuple[int, ...], *shapes: Any
-    ) -> Any:
+    def _choose(self, keys: Iterable[Key]) -> Key:
+        """Give the smallest of these programs that is there, and have the very smallest compiled.
+
+        Args:
+            keys: programs that would do, the cheapest first; the last is compiled if none is there.
+        """
+        keys = list(keys)
+        best = keys[0]
+        chosen = next((key for key in keys if key in self._programs), keys[-1])
+        if chosen != best and best not in self._asked_for:
+            self._asked_for.add(best)
+            self._compiling += 1
+            ahead = self._compiler.submit(self._program, *best)
+            ahead.add_done_callback(functools.partial(self._compiled, best))
+        return chosen
+
+    def _compiled(self, key: Key, ahead: Future) -> None:
+        self._compiling -= 1
+        if not ahead.cancelled() and (error := ahead.exception()) is not None:
+            logger.error("%s does not compile, a larger program goes on: %r", key, error)
+
+    def _program(self, *key: Any) -> Any:
         """Compile once per key; a compiled program refuses other shapes instead of recompiling."""
         if key not in self._programs:
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-            self._programs[key] = (
-                jax.jit(function, donate_argnums=donate).lower(*abstract).compile()
-            )
+            kind, *sizes = key
+            function, donated, inputs = getattr(self, f"_{kind}_inputs")(*sizes)
+            jitted = jax.jit(function, donate_argnums=donated)
+            self._programs[key] = jitted.lower(*_abstract((self._params, *inputs))).compile()
         return self._programs[key]
 
-    def _decode_program(self, attend: int, top: int) -> Any:
-        slots, steps = self.sizes.slots, self.sizes.steps_per_dispatch
-        return self._compiled(
-            ("decode", attend, top),
-            functools.partial(_decode, config=self.config, attend=attend, top=top),
-            (1,),
-            self._params,
-            self._cache,
-            np.zeros((4, slots), np.int32),
-            np.zeros((3, slots), np.float32),
-            np.zeros((steps, slots), np.float32),
-            np.int32(0),
-        )
+    def _decode_inputs(self, rows: int, attend: int, top: int) -> Any:
+        steps = self.sizes.steps_per_dispatch
+        function = functools.partial(_decode, config=self.config, attend=attend, top=top)
+        arrays = ((5, rows), np.int32), ((3, rows), np.float32), ((steps, rows), np.float32)
+        return function, (1,), (self._cache_shape, *(np.zeros(*x) for x in arrays), np.int32(0))
 
-    def _prefill_program(self, rows: int, chunk: int, attend: int) -> Any:
-        return self._compiled(
-            ("prefill", rows, chunk, attend),
-            functools.partial(_prefill, config=self.config, attend=attend),
-            (1,),
-            self._params,
-            self._cache,
-            np.zeros((rows, chunk), np.int32),
-            np.zeros((3, rows), np.int32),
-        )
+    def _prefill_inputs(self, rows: int, chunk: int, attend: int) -> Any:
+        function = functools.partial(_prefill, config=self.config, attend=attend)
+        integers = np.zeros((rows, chunk), np.int32), np.zeros((3, rows), np.int32)
+        return function, (1,), (self._cache_shape, *integers)
 
-    def _score_program(self, length: int, top: int) -> Any:
-        return self._compiled(
-            ("score", length, top),
-            functools.partial(_score, config=self.config, top=top),
-            (),
-            self._params,
-            np.zeros((1, length), np.int32),
-            np.int32(0),
-        )
+    def _score_inputs(self, length: int, top: int) -> Any:
+        function = functools.partial(_score, config=self.config, top=top)
+        return function, (), (np.zeros((1, length), np.int32), np.int32(0))
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _append_span(work: _Work, version: str, start: int) -> None:

@@ -710,6 +710,12 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens per sequence between two looks at the queue",
     )
     add(
+        "--decode-rows",
+        type=sizes,
+        default=default.decode_rows,
+        help="compiled decode batch sizes below --slots, such as 1,16",
+    )
+    add(
         "--prefill-rows",
         type=sizes,
         default=default.prefill_rows,
@@ -725,7 +731,7 @@ def _parser() -> argparse.ArgumentParser:
         "--attend",
         type=sizes,
         default=default.attend,
-        help="compiled decode lengths below --max-length, such as 128,256",
+        help="compiled decode lengths, up to half of --max-length, such as 128,256",
     )
     add(
         "--enable-deterministic-inference",
