@@ -993,6 +993,13 @@ def init_cache(config: ModelConfig, slots: int, length: int, dtype: Any = jnp.fl
     )
 
 
+@jax.jit
+def split_layers(layers: Params) -> tuple[Params, ...]:
+    """Give the parameters of each layer apart, for `decode_step`."""
+    count = len(jax.tree.leaves(layers)[0])
+    return tuple(jax.tree.map(lambda x, index=index: x[index], layers) for index in range(count))
+
+
 def prefill(
     params: Params,
     config: ModelConfig,
@@ -1067,7 +1074,8 @@ def decode_step(
     """Append one token to every active slot.
 
     Args:
-        params: with the "lm" head.
+        params: with the "lm" head. With "layers" as `split_layers` gives them, no weights are
+            copied.
         config: the model.
         cache: donate it; it is updated in place.
         token_ids: the newest token of each slot.
@@ -1083,10 +1091,13 @@ def decode_step(
     seen = (index[None] <= position[:, None])[:, None, None]
     target = jnp.where(active, jnp.arange(slots, dtype=position.dtype), slots)[:, None]
     x = params["embed"][token_ids]
+    layers = params["layers"]
+    if not isinstance(layers, tuple):
+        layers = split_layers(layers)
     written = []
     # Not a scan, which would copy the weights and the cache of a layer out of those of all.
     for index, old in enumerate(zip(cache.key, cache.value, strict=True)):
-        layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        layer = layers[index]
         query, key, value = (y[:, None] for y in _query_key_value(layer, config, x, rotary))
         keys, values = _write(old, (key, value), target, position[:, None])
         written.append((keys, values))

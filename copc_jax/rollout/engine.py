@@ -436,6 +436,7 @@ class _Work:
 @dataclasses.dataclass
 class _Update:
     params: Any
+    decoding_params: Any
     version: str | None
     flush: bool
     path: str | None
@@ -481,7 +482,7 @@ class Engine:
         self.version = version
         self.model_path: str | None = None
         self.error: BaseException | None = None
-        self._params = params
+        self._params, self._decoding_params = params, _for_decoding(params)
         self._decode_text = decode
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -614,7 +615,7 @@ class Engine:
             A future of the number of requests frozen in place, or of `UpdateRefused`.
         """
         future: Future = Future()
-        update = _Update(params, version, flush, path, future)
+        update = _Update(params, _for_decoding(params), version, flush, path, future)
         with self._wake:
             if self.error is not None or self._stopping:
                 future.set_exception(EngineDead(f"the engine has ended: {self.error!r}"))
@@ -738,7 +739,7 @@ class Engine:
                     )
                 )
                 continue
-            self._params = update.params
+            self._params, self._decoding_params = update.params, update.decoding_params
             self.model_path = update.path or self.model_path
             # Finished slots are never reused under other weights, whether flushed or not.
             self._weights_generation += 1
@@ -1019,7 +1020,7 @@ class Engine:
         index = index + np.arange(self.sizes.steps_per_dispatch, dtype=np.uint64)[:, None]
         uniforms = uniform(self._seed[order][None], index)
         self._cache, out = self._program(*key)(
-            self._params, self._cache, integers, floats, uniforms, np.int32(steps)
+            self._decoding_params, self._cache, integers, floats, uniforms, np.int32(steps)
         )
         tokens, logprobs, *tops = (x[:, place] for x in jax.device_get(out))
         self._decode_steps += steps
@@ -1166,23 +1167,29 @@ class Engine:
             kind, *sizes = key
             function, donated, inputs = getattr(self, f"_{kind}_inputs")(*sizes)
             jitted = jax.jit(function, donate_argnums=donated)
-            self._programs[key] = jitted.lower(*_abstract((self._params, *inputs))).compile()
+            self._programs[key] = jitted.lower(*_abstract(inputs)).compile()
         return self._programs[key]
 
     def _decode_inputs(self, rows: int, attend: int, top: int) -> Any:
         steps = self.sizes.steps_per_dispatch
         function = functools.partial(_decode, config=self.config, attend=attend, top=top)
         arrays = ((5, rows), np.int32), ((3, rows), np.float32), ((steps, rows), np.float32)
-        return function, (1,), (self._cache_shape, *(np.zeros(*x) for x in arrays), np.int32(0))
+        inputs = (np.zeros(*x) for x in arrays)
+        return function, (1,), (self._decoding_params, self._cache_shape, *inputs, np.int32(0))
 
     def _prefill_inputs(self, rows: int, chunk: int, attend: int) -> Any:
         function = functools.partial(_prefill, config=self.config, attend=attend)
         integers = np.zeros((rows, chunk), np.int32), np.zeros((3, rows), np.int32)
-        return function, (1,), (self._cache_shape, *integers)
+        return function, (1,), (self._params, self._cache_shape, *integers)
 
     def _score_inputs(self, length: int, top: int) -> Any:
         function = functools.partial(_score, config=self.config, top=top)
-        return function, (), (np.zeros((1, length), np.int32), np.int32(0))
+        return function, (), (self._params, np.zeros((1, length), np.int32), np.int32(0))
+
+
+def _for_decoding(params: model.Params) -> model.Params:
+    """The same weights with a copy of each layer apart, from which decoding need not copy them."""
+    return {**params, "layers": model.split_layers(params["layers"])}
 
 
 def _abstract(tree: Any) -> Any:
