@@ -24,11 +24,13 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import logging
 import math
 import os
+import random
 import secrets
 import signal
 import socket
@@ -210,6 +212,8 @@ class Server:
         self._update_lock: asyncio.Lock
         self._closing: asyncio.Event
         self._live: dict[str, _Outputs] = {}
+        seeds = random.Random(secrets.randbits(128))
+        self._draw_seed = functools.partial(seeds.getrandbits, 63)
 
     # ---------------------------------------------------------------------------- life
 
@@ -298,7 +302,7 @@ class Server:
         arrival = time.perf_counter()
         body = await _body(request)
         try:
-            generate = parse_generate(body, self._limits, lambda: secrets.randbits(63))
+            generate = parse_generate(body, self._limits, self._draw_seed)
             self._refuse_live(generate.requests)
         except ProtocolError as error:
             refused = error.payload["error"]
@@ -342,7 +346,7 @@ class Server:
         body = await _body(request)
         try:
             call = openai.read(kind, body, self._limits, self._chat)
-            generate = parse_generate(call.body, self._limits, lambda: secrets.randbits(63))
+            generate = parse_generate(call.body, self._limits, self._draw_seed)
             self._refuse_live(generate.requests)
         except ProtocolError as error:
             raise openai.refusal(error) from None
@@ -379,7 +383,10 @@ class Server:
         rids = [request.rid for request in requests]
         self._live.update(dict.fromkeys(rids, outputs))
         try:
-            await asyncio.wrap_future(self.engine.submit(requests))
+            submitted = self.engine.submit(requests)
+            if submitted.done():
+                # An engine that has ended refuses at once; one that ends later tells `_live`.
+                submitted.result()
             yield outputs
         except BaseException:
             self.engine.abort(rids)
