@@ -41,6 +41,7 @@ COMPARISONS = (
     "overhead",
     "learner_step",
     "startup",
+    "decode",
     "engine",
     "http",
     "publish",
