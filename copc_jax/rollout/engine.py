@@ -496,8 +496,7 @@ class Engine:
         self._stopping = False
         self._outbox: list[Output] = []
         self._programs: dict[Key, Any] = {}
-        self._asked_for: set[Key] = set()
-        self._compiling = 0
+        self._ahead: dict[Key, Future] = {}
         self._compiler = ThreadPoolExecutor(1, "engine compiler")
         self._clock = 0
         # Masked attention multiplies what it does not see by zero, which NaN survives: after NaN
@@ -664,7 +663,7 @@ class Engine:
             "busy_seconds": self._busy_seconds,
             "idle_seconds": self._idle_seconds,
             "compilations": len(self._programs),
-            "compiling": self._compiling,
+            "compiling": sum(not each.done() for each in list(self._ahead.values())),
         }
 
     def _call(self, action: Callable[[], Any]) -> Future:
@@ -1149,17 +1148,15 @@ class Engine:
         keys = list(keys)
         best = keys[0]
         chosen = next((key for key in keys if key in self._programs), keys[-1])
-        if chosen != best and best not in self._asked_for:
-            self._asked_for.add(best)
-            self._compiling += 1
-            ahead = self._compiler.submit(self._program, *best)
-            ahead.add_done_callback(functools.partial(self._compiled, best))
+        if chosen != best and best not in self._ahead:
+            self._ahead[best] = self._compiler.submit(self._compile_ahead, best)
         return chosen
 
-    def _compiled(self, key: Key, ahead: Future) -> None:
-        self._compiling -= 1
-        if not ahead.cancelled() and (error := ahead.exception()) is not None:
-            logger.error("%s does not compile, a larger program goes on: %r", key, error)
+    def _compile_ahead(self, key: Key) -> None:
+        try:
+            self._program(*key)
+        except Exception:
+            logger.exception("%s does not compile; a larger program goes on in its place", key)
 
     def _program(self, *key: Any) -> Any:
         """Compile once per key; a compiled program refuses other shapes instead of recompiling."""
