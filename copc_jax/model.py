@@ -1087,8 +1087,8 @@ def decode_step(
     """
     slots = token_ids.shape[0]
     rotary = _rotary(config, position)
-    index = jnp.arange(cache.length, dtype=position.dtype)
-    seen = (index[None] <= position[:, None])[:, None, None]
+    held = jnp.arange(cache.length, dtype=position.dtype)
+    seen = (held[None] <= position[:, None])[:, None, None]
     target = jnp.where(active, jnp.arange(slots, dtype=position.dtype), slots)[:, None]
     x = params["embed"][token_ids]
     layers = params["layers"]
@@ -1096,10 +1096,9 @@ def decode_step(
         layers = split_layers(layers)
     written = []
     # Not a scan, which would copy the weights and the cache of a layer out of those of all.
-    for index, old in enumerate(zip(cache.key, cache.value, strict=True)):
-        layer = layers[index]
+    for layer, *old in zip(layers, cache.key, cache.value, strict=True):
         query, key, value = (y[:, None] for y in _query_key_value(layer, config, x, rotary))
-        keys, values = _write(old, (key, value), target, position[:, None])
+        keys, values = _write((old[0], old[1]), (key, value), target, position[:, None])
         written.append((keys, values))
         parts = [(keys, values, seen)]
         attended = _ungroup(_attention(_group_queries(query, config.num_kv_heads), parts), 1)

@@ -16,7 +16,7 @@ from harness import Bench, Case, Row, Spread
 
 SIZES = {
     "search preset": {"embed": 128, "layers": 2, "vocabulary": 6144},
-    "256 wide, 4 layers": {"embed": 256, "layers": 4, "vocabulary": 4096},
+    "256 wide, 4 layers": engines.MODEL,
 }
 SLOTS, MAX_LENGTH, PROMPT, NEW = 64, 192, 16, 64
 BUSY = (1, 4, 16, 64)
@@ -26,25 +26,13 @@ def decode(
     embed: int, layers: int, vocabulary: int, slots: int, busy: int, new: int, every: bool
 ) -> Any:
     """Have `busy` of the slots sample `new` tokens; `every` computes all slots each time."""
-    import jax
-
-    from copc_jax import model
     from copc_jax.rollout import engine
 
-    heads = max(1, embed // 64)
-    config = model.ModelConfig(
-        vocab_size=vocabulary,
-        hidden_size=embed,
-        intermediate_size=4 * embed,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed // heads,
-    )
+    config, params = engines.random_model(embed, layers, vocabulary)
     outputs: queue.SimpleQueue[list[engine.Output]] = queue.SimpleQueue()
     rows = {"decode_rows": ()} if every else {}
     made = engine.Engine(
-        model.init(jax.random.key(0), config),
+        params,
         config,
         engine.EngineConfig(slots=slots, max_length=MAX_LENGTH, **rows),
         decode=lambda ids: " ".join(map(str, ids)),

@@ -49,12 +49,11 @@ class Prompts:
         return [[2 + (self._calls + int(i[0])) % span, *i[1:].tolist()] for i in self._ids]
 
 
-def write_model(folder: str, embed: int, layers: int, vocabulary: int) -> dict[str, Any]:
-    """Write a random Llama with heads of 64 as a Hugging Face folder."""
+def random_model(embed: int, layers: int, vocabulary: int) -> tuple[Any, Any]:
+    """Give the configuration and the random weights of a Llama with heads of 64."""
     import jax
-    import tokenizers
 
-    from copc_jax import hf, model
+    from copc_jax import model
 
     heads = max(1, embed // 64)
     config = model.ModelConfig(
@@ -66,7 +65,17 @@ def write_model(folder: str, embed: int, layers: int, vocabulary: int) -> dict[s
         num_kv_heads=heads,
         head_dim=embed // heads,
     )
-    params = model.init(jax.random.key(0), config)
+    return config, model.init(jax.random.key(0), config)
+
+
+def write_model(folder: str, embed: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    """Write a random Llama with heads of 64 as a Hugging Face folder."""
+    import jax
+    import tokenizers
+
+    from copc_jax import hf
+
+    config, params = random_model(embed, layers, vocabulary)
     words = {f"w{i}": i for i in range(vocabulary)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

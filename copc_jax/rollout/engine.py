@@ -997,9 +997,9 @@ class Engine:
         active = np.zeros(self.sizes.slots, bool)
         active[slots] = True
         position = np.where(active, self._known - 1, 0)
-        end = int(position.max()) + steps
+        end, top = int(position.max()) + steps, self._top_width(slots)
         key = self._choose(
-            ("decode", more, further, self._top_width(slots))
+            ("decode", more, further, top)
             for more in self._decode_rows
             for further in self._attend
             if more >= len(slots) and further >= min(end, self.sizes.max_length)
