@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 
 from copc_jax import model
-from copc_jax.rollout.engine import (
-    Engine,
-    EngineConfig,
-    EngineDead,
-    Request,
-    Sampling,
-    derive_seed,
-    sample,
-    uniform,
-)
+from copc_jax.rollout.engine import Engine, EngineDead
+from copc_jax.rollout.programs import EngineConfig
+from copc_jax.rollout.requests import Request, Sampling
+from copc_jax.rollout.sampling import derive_seed, sample, uniform
 
 # Not a multiple of the sampler's block of 64.
 VOCAB = 300

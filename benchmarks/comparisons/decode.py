@@ -26,27 +26,27 @@ def decode(
     embed: int, layers: int, vocabulary: int, slots: int, busy: int, new: int, every: bool
 ) -> Any:
     """Have `busy` of the slots sample `new` tokens; `every` computes all slots each time."""
-    from copc_jax.rollout import engine
+    from copc_jax.rollout.engine import Engine
+    from copc_jax.rollout.programs import EngineConfig
+    from copc_jax.rollout.requests import Output, Request, Sampling
 
     config, params = engines.random_model(embed, layers, vocabulary)
-    outputs: queue.SimpleQueue[list[engine.Output]] = queue.SimpleQueue()
+    outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
     rows = {"decode_rows": ()} if every else {}
-    made = engine.Engine(
+    made = Engine(
         params,
         config,
-        engine.EngineConfig(slots=slots, max_length=MAX_LENGTH, **rows),
+        EngineConfig(slots=slots, max_length=MAX_LENGTH, **rows),
         decode=lambda ids: " ".join(map(str, ids)),
         on_outputs=outputs.put,
     )
     made.start()
     atexit.register(made.stop)
     prompts = np.random.default_rng(0).integers(0, vocabulary, (busy, PROMPT), np.int32)
-    sampling = engine.Sampling(max_new_tokens=new)
+    sampling = Sampling(max_new_tokens=new)
 
     def run() -> None:
-        made.submit(
-            [engine.Request(str(i), x, sampling, seed=i) for i, x in enumerate(prompts)]
-        ).result()
+        made.submit([Request(str(i), x, sampling, seed=i) for i, x in enumerate(prompts)]).result()
         ended = 0
         while ended < busy:
             ended += sum(each.finish is not None for each in outputs.get())

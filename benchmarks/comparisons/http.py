@@ -73,21 +73,23 @@ def served(folder: str, in_flight: int, longest: int, vocabulary: int) -> Any:
 def direct(folder: str, in_flight: int, longest: int, vocabulary: int) -> Any:
     """Drive the same engine in this process: neither HTTP nor client."""
     from copc_jax import hf
-    from copc_jax.rollout import engine
+    from copc_jax.rollout.engine import Engine
+    from copc_jax.rollout.programs import EngineConfig
+    from copc_jax.rollout.requests import Output, Request, Sampling
 
     params, config = hf.load_hf(folder)
-    outputs: queue.SimpleQueue[list[engine.Output]] = queue.SimpleQueue()
-    sizes = engine.EngineConfig(slots=in_flight, max_length=engines.LONGEST + longest)
-    made = engine.Engine(
+    outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
+    sizes = EngineConfig(slots=in_flight, max_length=engines.LONGEST + longest)
+    made = Engine(
         params, config, sizes, decode=lambda ids: " ".join(map(str, ids)), on_outputs=outputs.put
     )
     made.start()
     atexit.register(made.stop)
     requests = Requests(in_flight, longest, vocabulary)
 
-    def request(number: int, prompt: Sequence[int], new: int) -> engine.Request:
-        sampling = engine.Sampling(max_new_tokens=new)
-        return engine.Request(str(number), np.asarray(prompt, np.int32), sampling, seed=number)
+    def request(number: int, prompt: Sequence[int], new: int) -> Request:
+        sampling = Sampling(max_new_tokens=new)
+        return Request(str(number), np.asarray(prompt, np.int32), sampling, seed=number)
 
     def run() -> None:
         todo = [request(number, *each) for number, each in enumerate(requests.next())]

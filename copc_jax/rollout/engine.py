@@ -6,10 +6,6 @@ slot its newest token and samples up to `steps_per_dispatch` tokens on the devic
 stop are thrown away on the host, which looks at whole dispatches with numpy and never loops over
 tokens.
 
-A dispatch computes as many slots, tokens and cache positions as its program was compiled for. The
-largest programs are compiled at the start and fit everything; a smaller one that would do is
-compiled in the background when it is first wanted.
-
 A finished slot keeps its tokens. A later request that begins with them, such as the next turn of
 the episode, goes on there and prefills the rest only.
 
@@ -23,183 +19,25 @@ takes that away too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from copc_jax import model
+from copc_jax.rollout.programs import EngineConfig, Programs, Weights
+from copc_jax.rollout.requests import Finish, Output, Request, Span, TopLogprobs
+from copc_jax.rollout.sampling import KEEP_ALL, uniform
 
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
-
-# A program's kind and static sizes: ("decode", rows, attend, top), ("prefill", rows, chunk, attend)
-# or ("score", length, top).
-Key = tuple[Any, ...]
-
-# Vocabulary entries summed together before the search: two short cumulative sums cost a third of
-# one over the whole vocabulary.
-_SAMPLE_BLOCK = 64
-
-# top_k of a request that keeps the whole vocabulary.
-_ALL = np.iinfo(np.int32).max
-
-
-# -------------------------------------------------------------------------------------- records
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the tokens of a response are chosen and when it ends; SGLang's names and defaults."""
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = -1
-    """-1 keeps all."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One response to sample.
-
-    Attributes:
-        rid: its name, for aborting it.
-        prompt: i32[n], at least one token.
-        sampling: see `Sampling`.
-        seed: any integer; equal seeds give equal random numbers.
-        logprob_start: first prompt token whose log-probability is wanted, -1 for none.
-        top_logprobs: how many of the likeliest tokens to report at each position.
-        stream: report after every dispatch, not only at the end.
-        namespace: requests share computed prefixes within their namespace only.
-    """
-
-    rid: str
-    prompt: np.ndarray
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    seed: int = 0
-    logprob_start: int = -1
-    top_logprobs: int = 0
-    stream: bool = False
-    namespace: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Output tokens start..end-1 were sampled by the weights called `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Finish:
-    """Why a response ended: `matched` is the stop token or string, `message` explains an abort."""
-
-    kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    message: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class TopLogprobs:
-    """The likeliest tokens at each position: ids i32[n, k] and log-probabilities f32[n, k]."""
-
-    token_ids: np.ndarray
-    logprob: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """What is known of a response, at its end or, for a stream, after a dispatch.
-
-    Attributes:
-        request: what was asked.
-        token_ids: i32[n], with a matched stop token, and with all tokens that reach into a matched
-            stop string.
-        logprob: f32[n] at the sampling temperature (1 for greedy), before top_k, top_p and min_p.
-        spans: which weights sampled which tokens.
-        finish: None while the response goes on.
-        version: the weights in use now.
-        started: False when it was aborted in the queue.
-        cached_tokens: prompt tokens that did not have to be prefilled.
-        retractions: how often it lost its slot to a pause.
-        top: for each output token, if asked for.
-        prompt_logprob: f32[n - 1] at temperature 1, of every prompt token but the first, if asked
-            for.
-        prompt_top: for the same tokens, if asked for.
-    """
-
-    request: Request
-    token_ids: np.ndarray
-    logprob: np.ndarray
-    spans: tuple[Span, ...]
-    finish: Finish | None
-    version: str
-    started: bool
-    cached_tokens: int
-    retractions: int
-    top: TopLogprobs | None = None
-    prompt_logprob: np.ndarray | None = None
-    prompt_top: TopLogprobs | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Sizes that fix the compiled shapes."""
-
-    slots: int = 32
-    max_length: int = 512
-    """Tokens of a prompt and its response together."""
-    steps_per_dispatch: int = 8
-    """Tokens per slot in one decode dispatch; more cost less overhead and waste more past stops."""
-    decode_rows: tuple[int, ...] = (1, 4, 16, 32, 128)
-    """Allowed numbers of slots in one decode dispatch, beside all of them."""
-    prefill_rows: tuple[int, ...] = (1, 4, 8)
-    """Allowed numbers of sequences in one prefill dispatch."""
-    prefill_chunks: tuple[int, ...] = (32, 64, 128)
-    """Allowed numbers of tokens per sequence in one prefill dispatch."""
-    attend: tuple[int, ...] = (128, 256, 1024, 4096)
-    """Allowed numbers of cache positions that a decode dispatch reads, beside `max_length`. It
-    copies them first, so only what is at most half of that is used."""
-    deterministic: bool = False
-    """Give a request the same bits whatever else runs: the shapes of its programs depend on its
-    length alone, and nothing is taken from the cache that an earlier request has computed. Of
-    `prefill_rows` only the largest is used, which is that of a decode dispatch too, and of `attend`
-    none."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no engine can have.
-
-        Raises:
-            ValueError: naming the field.
-        """
-        for name in ("slots", "max_length", "steps_per_dispatch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("decode_rows", "prefill_rows", "prefill_chunks", "attend"):
-            sizes = getattr(self, name)
-            optional = name in ("decode_rows", "attend")
-            if (not sizes and not optional) or any(size < 1 for size in sizes):
-                raise ValueError(f"{name} must be positive sizes, not {sizes}")
 
 
 class EngineDead(RuntimeError):
@@ -208,213 +46,6 @@ class EngineDead(RuntimeError):
 
 class UpdateRefused(ValueError):
     """New weights cannot be taken in the engine's present state; nothing has changed."""
-
-
-# -------------------------------------------------------------------------------------- sampling
-
-
-def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Give random numbers in [0, 1), f32, that depend on seed and token index alone.
-
-    The splitmix64 generator, keyed by the seed and entered at `index`. The key is mixed first, so
-    that neighboring seeds do not give shifted copies of one sequence. 24 bits: all that a float32
-    can hold evenly spaced.
-
-    Args:
-        seed: u64, broadcast against `index`.
-        index: u64.
-    """
-    mixed = _mix(seed) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return (_mix(mixed) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """Give the seed of sample `index` under one base seed; index 0 is the base seed itself."""
-    if index == 0:
-        return seed % 2**64
-    base = np.array([seed % 2**64], np.uint64)
-    return int(_mix(_mix(base) ^ np.uint64(index))[0])
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Splitmix64's finalizer: a bijection of u64 whose every input bit changes half the output."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _search(weight: Float[Array, "n size"], target: Float[Array, " n"]) -> tuple[Array, Array]:
-    """Find the first index whose cumulative weight exceeds `target`, and what stands before it.
-
-    `target` is held under the total, so that rounding never picks an entry of weight zero.
-    """
-    cumulative = jnp.cumsum(weight, axis=1)
-    target = jnp.minimum(target, cumulative[:, -1] * np.float32(1 - 2.0**-23))
-    index = jnp.sum(cumulative <= target[:, None], axis=1, dtype=jnp.int32)
-    index = jnp.minimum(index, weight.shape[1] - 1)
-    before = jnp.take_along_axis(jnp.pad(cumulative, ((0, 0), (1, 0))), index[:, None], axis=1)
-    return index, target - before[:, 0]
-
-
-def sample(
-    logits: Float[Array, "n vocab"],
-    uniform: Float[Array, " n"],
-    temperature: Float[Array, " n"],
-    top_k: Int[Array, " n"],
-    top_p: Float[Array, " n"],
-    min_p: Float[Array, " n"],
-) -> tuple[Int[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
-    """Draw one token a row by inverse CDF.
-
-    top_k 1 takes the likeliest token. Otherwise a token is kept if fewer than top_k are likelier,
-    if the likelier ones hold at most top_p, and if it has at least min_p of the largest
-    probability.
-
-    Args:
-        logits: scores of the next token.
-        uniform: in [0, 1).
-        temperature: above 0.
-        top_k: at least 1; vocab or more keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1]; 0 keeps all.
-
-    Returns:
-        The tokens; their log-probabilities at the temperature before anything is cut off, in nats;
-        and what to subtract from logits / temperature to have those of the whole vocabulary.
-    """
-    n, vocab = logits.shape
-    scaled = logits / temperature[:, None]
-    highest = jnp.max(scaled, axis=1, keepdims=True)
-    weight = jnp.exp(scaled - highest)
-    total = jnp.sum(weight, axis=1)
-
-    blocks = jnp.pad(weight, ((0, 0), (0, -vocab % _SAMPLE_BLOCK))).reshape(n, -1, _SAMPLE_BLOCK)
-    block_weight = jnp.sum(blocks, axis=2)
-    block, rest = _search(block_weight, uniform * jnp.sum(block_weight, axis=1))
-    within, _ = _search(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
-    token = block * _SAMPLE_BLOCK + within
-
-    cuts = ((top_k > 1) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
-
-    def cut() -> Array:
-        ordered, order = jax.lax.sort_key_val(
-            -weight, jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), weight.shape)
-        )
-        probability = -ordered / total[:, None]
-        likelier = jnp.cumsum(probability, axis=1) - probability
-        kept = (
-            (jnp.arange(vocab, dtype=jnp.int32)[None] < top_k[:, None])
-            & (likelier <= top_p[:, None])
-            & (probability >= min_p[:, None] * probability[:, :1])
-        )
-        kept_probability = jnp.where(kept, probability, 0.0)
-        rank, _ = _search(kept_probability, uniform * jnp.sum(kept_probability, axis=1))
-        return jnp.take_along_axis(order, rank[:, None], axis=1)[:, 0]
-
-    def likeliest() -> Array:
-        # Two plain reductions: XLA's argmax on a CPU takes four times as long.
-        index = jnp.arange(vocab, dtype=jnp.int32)[None]
-        best = jnp.max(logits, axis=1, keepdims=True)
-        return jnp.min(jnp.where(logits == best, index, vocab - 1), axis=1)
-
-    # Conditionals, so that ordinary training rollouts pay neither for the sort nor for the argmax.
-    drawn, greedy = token, top_k == 1
-    token = jnp.where(cuts, jax.lax.cond(jnp.any(cuts), cut, lambda: drawn), token)
-    token = jnp.where(greedy, jax.lax.cond(jnp.any(greedy), likeliest, lambda: drawn), token)
-    normalizer = highest[:, 0] + jnp.log(total)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] / temperature
-    return token, chosen - normalizer, normalizer
-
-
-# -------------------------------------------------------------------------------------- programs
-
-
-def _decode(params, whole, integers, floats, uniforms, steps, *, config, attend, top):
-    """Sample `steps` tokens in every active row.
-
-    Args:
-        params: the policy.
-        whole: cache of all slots, donated.
-        integers: i32[5, rows]: slot, newest token, its position, top_k, 1 if active; no slot twice,
-            and slot i in row i when there are as many rows as slots.
-        floats: f32[3, rows]: temperature, top_p, min_p.
-        uniforms: f32[max_steps, rows].
-        steps: i32[], at most max_steps.
-        config: static.
-        attend: static, cache positions to read.
-        top: static, how many likeliest tokens to report.
-
-    Returns:
-        The cache, tokens i32[max_steps, rows], log-probabilities f32[max_steps, rows], and for
-        top > 0 the likeliest tokens [max_steps, rows, top] and their log-probabilities.
-    """
-    slot, token, start, top_k, active = integers
-    temperature, top_p, min_p = floats
-    length = attend
-    rows = uniforms.shape
-    apart = (rows[1], attend) != (whole.slots, whole.length)
-    # Copied once for all steps: what is only a part of an array would be copied by every step.
-    cache = whole.take(slot, attend) if apart else whole
-
-    def step(index, carry):
-        cache, token, position, out = carry
-        # A slot at its end goes on to the end of the dispatch without writing past the cache.
-        alive = (active > 0) & (position < length)
-        cache, logits = model.decode_step(
-            params, config, cache, token, jnp.minimum(position, length - 1), alive
-        )
-        token, chosen, normalizer = sample(
-            logits, uniforms[index], temperature, top_k, top_p, min_p
-        )
-        new = [token, chosen]
-        if top:
-            logprob = logits / temperature[:, None] - normalizer[:, None]
-            best, ids = jax.lax.top_k(logprob, top)
-            new += [ids.astype(jnp.int32), best]
-        out = tuple(buffer.at[index].set(value) for buffer, value in zip(out, new, strict=True))
-        return cache, token, position + 1, out
-
-    out = (jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32))
-    if top:
-        out += (jnp.zeros((*rows, top), jnp.int32), jnp.zeros((*rows, top), jnp.float32))
-    cache, _, _, out = jax.lax.fori_loop(0, steps, step, (cache, token, start, out))
-    return whole.put(cache, slot, start, min(rows[0], attend)) if apart else cache, out
-
-
-def _prefill(params, cache, token_ids, integers, *, config, attend):
-    """Append tokens to slots; integers i32[3, n] are slot, start and count."""
-    slot, start, count = integers
-    return model.prefill(params, config, cache, token_ids, slot, start, count, attend=attend)[0]
-
-
-def _score(params, token_ids, count, *, config, top):
-    """Score one sequence i32[1, length] at temperature 1.
-
-    Returns:
-        f32[length], log p(token | prefix), and for top > 0 the likeliest tokens to FOLLOW each one.
-    """
-    index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-    segment_ids = (index < count).astype(jnp.int32)
-    hidden = model.forward(params, config, token_ids, segment_ids, index)
-    chunk = min(256, token_ids.shape[1])
-    logprob = model.token_logprob(params, config, hidden, token_ids, segment_ids, chunk=chunk)[0]
-    if not top:
-        return (logprob,)
-    scores = jax.nn.log_softmax(model.logits(params, config, hidden), axis=1)
-    best, ids = jax.lax.top_k(scores, top)
-    return logprob, ids.astype(jnp.int32), best
-
-
-def _bucket(size: int, buckets: Iterable[int], largest: int) -> int:
-    return min((bucket for bucket in buckets if size <= bucket < largest), default=largest)
-
-
-def _allowed(sizes: Iterable[int], whole: int, largest: int) -> tuple[int, ...]:
-    """Order the sizes up to `largest`, with the whole as the last."""
-    return (*sorted({size for size in sizes if size <= largest}), whole)
-
-
-# -------------------------------------------------------------------------------------- engine
 
 
 @dataclasses.dataclass
@@ -435,8 +66,7 @@ class _Work:
 
 @dataclasses.dataclass
 class _Update:
-    params: Any
-    decoding_params: Any
+    weights: Weights
     version: str | None
     flush: bool
     path: str | None
@@ -473,16 +103,10 @@ class Engine:
         on_death: Callable[[BaseException], None] | None = None,
     ):
         self.config = config
-        if engine_config.deterministic:
-            rows = (max(engine_config.prefill_rows),)
-            engine_config = dataclasses.replace(
-                engine_config, prefill_rows=rows, decode_rows=rows, attend=()
-            )
-        self.sizes = engine_config
         self.version = version
         self.model_path: str | None = None
         self.error: BaseException | None = None
-        self._params, self._decoding_params = params, _for_decoding(params)
+        self._weights = Weights.of(params)
         self._decode_text = decode
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -495,9 +119,6 @@ class Engine:
         self._paused: PauseMode | None = None
         self._stopping = False
         self._outbox: list[Output] = []
-        self._programs: dict[Key, Any] = {}
-        self._ahead: dict[Key, Future] = {}
-        self._compiler = ThreadPoolExecutor(1, "engine compiler")
         self._clock = 0
         # Masked attention multiplies what it does not see by zero, which NaN survives: after NaN
         # weights the cache must be made anew.
@@ -505,9 +126,8 @@ class Engine:
 
         slots, length = engine_config.slots, engine_config.max_length
         self._cache = model.init_cache(config, slots, length)
-        self._cache_shape = _abstract(self._cache)
-        self._decode_rows = _allowed(engine_config.decode_rows, slots, slots - 1)
-        self._attend = _allowed(engine_config.attend, length, length // 2)
+        self._programs = Programs(config, engine_config, self._weights, self._cache)
+        self.sizes = self._programs.sizes
         # What each slot holds. `_known` tokens are in the history; the cache has the `_computed`
         # first of them, which for a decoding slot is all but the newest, and the weights that
         # computed them carry the number `_generation`.
@@ -526,7 +146,7 @@ class Engine:
         self._limit = np.zeros(slots, np.int32)
         self._seed = np.zeros(slots, np.uint64)
         self._temperature = np.ones(slots, np.float32)
-        self._top_k = np.full(slots, _ALL, np.int32)
+        self._top_k = np.full(slots, KEEP_ALL, np.int32)
         self._top_p = np.ones(slots, np.float32)
         self._min_p = np.zeros(slots, np.float32)
         self._stop_ids = np.full((slots, 4), -1, np.int32)
@@ -547,13 +167,7 @@ class Engine:
 
     def start(self) -> None:
         """Compile the largest programs, which fit every ordinary request, and start the thread."""
-        sizes = self.sizes
-        rows = min(self._decode_rows) if sizes.deterministic else sizes.slots
-        self._program("decode", rows, sizes.max_length, 0)
-        # Deterministic, no program stands in for another.
-        for chunk in sizes.prefill_chunks if sizes.deterministic else (max(sizes.prefill_chunks),):
-            for attend in (0, sizes.max_length) if sizes.deterministic else (sizes.max_length,):
-                self._program("prefill", max(sizes.prefill_rows), chunk, attend)
+        self._programs.compile_largest()
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
@@ -614,7 +228,7 @@ class Engine:
             A future of the number of requests frozen in place, or of `UpdateRefused`.
         """
         future: Future = Future()
-        update = _Update(params, _for_decoding(params), version, flush, path, future)
+        update = _Update(Weights.of(params), version, flush, path, future)
         with self._wake:
             if self.error is not None or self._stopping:
                 future.set_exception(EngineDead(f"the engine has ended: {self.error!r}"))
@@ -662,8 +276,7 @@ class Engine:
             "requests_aborted": self._aborted,
             "busy_seconds": self._busy_seconds,
             "idle_seconds": self._idle_seconds,
-            "compilations": len(self._programs),
-            "compiling": sum(not each.done() for each in list(self._ahead.values())),
+            **self._programs.counters(),
         }
 
     def _call(self, action: Callable[[], Any]) -> Future:
@@ -700,7 +313,7 @@ class Engine:
             if self._on_death is not None:
                 self._on_death(error)
         finally:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+            self._programs.close()
 
     def _wait(self) -> None:
         started = time.perf_counter()
@@ -738,7 +351,7 @@ class Engine:
                     )
                 )
                 continue
-            self._params, self._decoding_params = update.params, update.decoding_params
+            self._weights = update.weights
             self.model_path = update.path or self.model_path
             # Finished slots are never reused under other weights, whether flushed or not.
             self._weights_generation += 1
@@ -862,7 +475,7 @@ class Engine:
         self._limit[slot] = len(request.prompt) + sampling.max_new_tokens
         self._seed[slot] = request.seed % 2**64
         self._temperature[slot] = 1.0 if greedy else sampling.temperature
-        top_k = _ALL if sampling.top_k < 0 else min(sampling.top_k, _ALL)
+        top_k = KEEP_ALL if sampling.top_k < 0 else min(sampling.top_k, KEEP_ALL)
         self._top_k[slot] = 1 if greedy else top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
@@ -951,22 +564,14 @@ class Engine:
             return False
         # Rows of like length together, the longest first, so that little of the bucket is padding.
         slots = slots[np.argsort(-missing[slots], kind="stable")]
-        rows_allowed, chunks_allowed = self.sizes.prefill_rows, self.sizes.prefill_chunks
-        chunk_of = lambda slot: _bucket(int(missing[slot]), chunks_allowed, max(chunks_allowed))
-        chunk = chunk_of(slots[0])
         if self.sizes.deterministic:
-            begun = self._computed > 0
-            alike = [chunk_of(x) == chunk and begun[x] == begun[slots[0]] for x in slots]
-            slots = slots[alike]
-        rows = _bucket(len(slots), rows_allowed, max(rows_allowed))
-        slots = slots[:rows]
-        attend = self.sizes.max_length if self._computed[slots].any() else 0
-        _, rows, chunk, attend = key = self._choose(
-            ("prefill", more, longer, further)
-            for longer in sorted(chunks_allowed)
-            for more in sorted(rows_allowed)
-            for further in (0, self.sizes.max_length)
-            if more >= rows and longer >= chunk and further >= attend
+            # Its own length alone decides what program a sequence gets.
+            chunks = np.sort(self.sizes.prefill_chunks)
+            kind = np.searchsorted(chunks[:-1], missing[slots]) * 2 + (self._computed[slots] > 0)
+            slots = slots[kind == kind[0]]
+        slots = slots[: max(self.sizes.prefill_rows)]
+        program, rows, chunk = self._programs.prefill(
+            len(slots), int(missing[slots[0]]), bool(self._computed[slots].any())
         )
         token_ids = np.zeros((rows, chunk), np.int32)
         integers = np.zeros((3, rows), np.int32)
@@ -977,8 +582,7 @@ class Engine:
             integers[:, row] = slot, start, count
             self._computed[slot] += count
             self._tokens_prefilled += count
-        program = self._program(*key)
-        self._cache = program(self._params, self._cache, token_ids, integers)
+        self._cache = program(self._weights.params, self._cache, token_ids, integers)
         # What arrives meanwhile is prefilled next: requests that come together decode together.
         jax.block_until_ready(self._cache)
         return True
@@ -986,8 +590,7 @@ class Engine:
     def _decode_some(self) -> None:
         """Sample a dispatch of tokens in all running slots and end those that are done."""
         slots = np.flatnonzero(self._running)
-        # All in one, but where the program must not depend on how many there are.
-        at_once = min(self._decode_rows) if self.sizes.deterministic else self.sizes.slots
+        at_once = self._programs.decoded_at_once
         for first in range(0, len(slots), at_once):
             self._decode_slots(slots[first : first + at_once])
 
@@ -998,13 +601,7 @@ class Engine:
         active[slots] = True
         position = np.where(active, self._known - 1, 0)
         end, top = int(position.max()) + steps, self._top_width(slots)
-        key = self._choose(
-            ("decode", more, further, top)
-            for more in self._decode_rows
-            for further in self._attend
-            if more >= len(slots) and further >= min(end, self.sizes.max_length)
-        )
-        rows = key[1]
+        program, rows = self._programs.decode(len(slots), end, top)
         if rows == self.sizes.slots:
             order, place = np.arange(rows), slots
         else:
@@ -1018,8 +615,8 @@ class Engine:
         index = (self._known - self._prompt_length)[order].astype(np.uint64)[None]
         index = index + np.arange(self.sizes.steps_per_dispatch, dtype=np.uint64)[:, None]
         uniforms = uniform(self._seed[order][None], index)
-        self._cache, out = self._program(*key)(
-            self._decoding_params, self._cache, integers, floats, uniforms, np.int32(steps)
+        self._cache, out = program(
+            self._weights.apart, self._cache, integers, floats, uniforms, np.int32(steps)
         )
         tokens, logprobs, *tops = (x[:, place] for x in jax.device_get(out))
         self._decode_steps += steps
@@ -1114,14 +711,11 @@ class Engine:
     def _score_prompt(self, work: _Work) -> None:
         request = work.request
         count = len(request.prompt)
-        length = 32
-        while length < count:
-            length *= 2
-        top = self._top_bucket(request.top_logprobs)
+        top = self._programs.top_bucket(request.top_logprobs)
+        program, length = self._programs.score(count, top)
         token_ids = np.zeros((1, length), np.int32)
         token_ids[0, :count] = request.prompt
-        program = self._program("score", length, top)
-        logprob, *tops = jax.device_get(program(self._params, token_ids, np.int32(count)))
+        logprob, *tops = jax.device_get(program(self._weights.params, token_ids, np.int32(count)))
         work.prompt_logprob = logprob[1:count]
         if top:
             ids, best = (part[: count - 1, : request.top_logprobs] for part in tops)
@@ -1129,68 +723,9 @@ class Engine:
 
     def _top_width(self, slots: np.ndarray) -> int:
         works = (self._work[slot] for slot in slots)
-        return self._top_bucket(
+        return self._programs.top_bucket(
             max(work.request.top_logprobs for work in works if work is not None)
         )
-
-    def _top_bucket(self, count: int) -> int:
-        """Round up to a power of two, so that few programs serve all numbers."""
-        return min(1 << (count - 1).bit_length(), self.config.vocab_size) if count else 0
-
-    # ---------------------------------------------------------------------------- compilation
-
-    def _choose(self, keys: Iterable[Key]) -> Key:
-        """Give the smallest of these programs that is there, and have the very smallest compiled.
-
-        Args:
-            keys: programs that would do, the cheapest first; the last is compiled if none is there.
-        """
-        keys = list(keys)
-        best = keys[0]
-        chosen = next((key for key in keys if key in self._programs), keys[-1])
-        if chosen != best and best not in self._ahead:
-            self._ahead[best] = self._compiler.submit(self._compile_ahead, best)
-        return chosen
-
-    def _compile_ahead(self, key: Key) -> None:
-        try:
-            self._program(*key)
-        except Exception:
-            logger.exception("%s does not compile; a larger program goes on in its place", key)
-
-    def _program(self, *key: Any) -> Any:
-        """Compile once per key; a compiled program refuses other shapes instead of recompiling."""
-        if key not in self._programs:
-            kind, *sizes = key
-            function, donated, inputs = getattr(self, f"_{kind}_inputs")(*sizes)
-            jitted = jax.jit(function, donate_argnums=donated)
-            self._programs[key] = jitted.lower(*_abstract(inputs)).compile()
-        return self._programs[key]
-
-    def _decode_inputs(self, rows: int, attend: int, top: int) -> Any:
-        steps = self.sizes.steps_per_dispatch
-        function = functools.partial(_decode, config=self.config, attend=attend, top=top)
-        arrays = ((5, rows), np.int32), ((3, rows), np.float32), ((steps, rows), np.float32)
-        inputs = (np.zeros(*x) for x in arrays)
-        return function, (1,), (self._decoding_params, self._cache_shape, *inputs, np.int32(0))
-
-    def _prefill_inputs(self, rows: int, chunk: int, attend: int) -> Any:
-        function = functools.partial(_prefill, config=self.config, attend=attend)
-        integers = np.zeros((rows, chunk), np.int32), np.zeros((3, rows), np.int32)
-        return function, (1,), (self._params, self._cache_shape, *integers)
-
-    def _score_inputs(self, length: int, top: int) -> Any:
-        function = functools.partial(_score, config=self.config, top=top)
-        return function, (), (self._params, np.zeros((1, length), np.int32), np.int32(0))
-
-
-def _for_decoding(params: model.Params) -> model.Params:
-    """The same weights with a copy of each layer apart, from which decoding need not copy them."""
-    return {**params, "layers": model.split_layers(params["layers"])}
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _append_span(work: _Work, version: str, start: int) -> None:

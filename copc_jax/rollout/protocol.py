@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from copc_jax.rollout.engine import Output, Request, Sampling, TopLogprobs, derive_seed
+from copc_jax.rollout.requests import Output, Request, Sampling, TopLogprobs
+from copc_jax.rollout.sampling import derive_seed
 
 
 class ProtocolError(Exception):

@@ -49,14 +49,8 @@ from tokenizers import Tokenizer
 from copc_jax import access, hf
 from copc_jax.model import ModelConfig
 from copc_jax.rollout import openai
-from copc_jax.rollout.engine import (
-    Engine,
-    EngineConfig,
-    EngineDead,
-    Output,
-    PauseMode,
-    Request,
-)
+from copc_jax.rollout.engine import Engine, EngineDead, PauseMode
+from copc_jax.rollout.programs import EngineConfig
 from copc_jax.rollout.protocol import (
     Generate,
     Limits,
@@ -67,6 +61,7 @@ from copc_jax.rollout.protocol import (
     parse_generate,
     semantic_error,
 )
+from copc_jax.rollout.requests import Output, Request
 
 logger = logging.getLogger(__name__)
 
