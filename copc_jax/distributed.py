@@ -163,6 +163,36 @@ class Processes:
             raise KeyboardInterrupt
         return result, [each["told"] for each in outcomes]
 
+    def once(self, what: str, work: Callable[[], None]) -> None:
+        """Have process 0 do `work`; returns on every process when it is done.
+
+        Unlike `together` it may run in any thread, beside other exchanges.
+
+        Args:
+            what: name of the work; no other work of the run has it.
+            work: what process 0 does.
+
+        Raises:
+            PeerError: process 0 could not do it, has left or cannot be reached.
+            Exception: what the work raised, on process 0.
+        """
+        if self.count == 1:
+            work()
+            return
+        key, error = f"{_KEYS}/once/{what}", None
+        if not self.first:
+            error = decode_state(self._read(key))["error"]
+            if error is not None:
+                raise PeerError(f"process 0: {error}")
+            return
+        try:
+            work()
+        except Exception as fault:
+            error = str(fault) or type(fault).__name__
+            raise
+        finally:
+            self._store.key_value_set_bytes(key, encode_state({"error": error}))
+
     def decided(self, what: str, value: T) -> T:
         """Return process 0's value, of JSON, on all processes."""
         return self.gather(what, value)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -9,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,7 +118,8 @@ class Generator:
         parts: of the run.
         run_dir: for weights and the server's log.
         folder: HF folder that a launched server starts with.
-        save_weights: writes the present weights of the policy into a folder.
+        snapshot: copies the present weights of the policy; what it returns writes the copy into a
+            folder, beside the next update.
         host: host part of the checkpoint that the run goes on from, {} at its start.
         recorder: keeps every batch that is handed out.
         train: whether to sample batches; evaluations alone need none.
@@ -130,7 +133,7 @@ class Generator:
         run_dir: Path,
         *,
         folder: Path,
-        save_weights: Callable[[Path], None],
+        snapshot: Callable[[], Callable[[Path], None]],
         host: Mapping[str, Any],
         recorder: Recorder | None = None,
         train: bool = True,
@@ -140,15 +143,18 @@ class Generator:
         self.processes = processes
         self.staleness = config.staleness
         self.length: int | None = None
-        self._folder, self._save_weights, self._host = folder, save_weights, host
+        self._folder, self._snapshot, self._host = folder, snapshot, host
         self._recorder, self._train = recorder, train
         self._weights: list[Path] = []
+        # The newest folder, and what ends when it is there.
+        self._written: tuple[Path, Future[None]] | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Generator:
         """Start the servers and the collector; episodes start with the first publication."""
         with contextlib.ExitStack() as stack:
             self.server = self._start_server(stack)
+            self._writer = stack.enter_context(ThreadPoolExecutor(1, "write-weights"))
             self.collector = self._start_collector(stack)
             self._stack = stack.pop_all()
         self._accounts = _Accounts(self.collector.metrics)
@@ -193,7 +199,7 @@ class Generator:
 
         collector = Collector(
             run_episode=episode,
-            publish=self._gap.publish,
+            publish=self._publish,
             prompts=self._prompts(),
             admission=staging.Admission(
                 config.batch_size // self.processes.count,
@@ -261,17 +267,18 @@ class Generator:
         return trajectories
 
     def publish(self, version: int) -> None:
-        """Write the weights and hand them to the servers; folders that nobody reads go."""
+        """As `Source` says: weights are copied now and written beside what follows.
+
+        One version at a time is being written. Folders that nobody reads go.
+        """
         folder = self.run_dir / "weights" / f"v{version:06d}"
         if self._weights and self._weights[-1] == folder:
             return
-        try:
-            self._save_weights(folder)
-        except OSError as error:
-            # Of a full disk it names no file.
-            message = f"the weights of update {version} cannot be written to {folder}: {error}"
-            raise OSError(message) from error
-        self.collector.publish(folder.resolve(), version)
+        self._wait_written()
+        directory = folder.resolve()
+        writing = self._writer.submit(self._write, self._snapshot(), folder, version)
+        self._written = directory, writing
+        self.collector.publish(directory, version)
         self._weights.append(folder)
         published = self.processes.gather("published", self.collector.published_version)
         while (
@@ -282,6 +289,28 @@ class Generator:
             old = self._weights.pop(0)
             if self.processes.first:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def _write(self, write: Callable[[Path], None], folder: Path, version: int) -> None:
+        """Write the weights of all processes, or wait until that is done."""
+        try:
+            self.processes.once(f"weights/{version}", lambda: write(folder))
+        except OSError as error:
+            # Of a full disk it names no file.
+            message = f"the weights of update {version} cannot be written to {folder}: {error}"
+            raise OSError(message) from error
+
+    def _wait_written(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            self.processes.together("the weights", written[1].result)
+
+    async def _publish(self, directory: Path, version: int) -> None:
+        """Have the servers load a version once it is there."""
+        written = self._written
+        # Any other folder is an older one.
+        if written is not None and written[0] == directory:
+            await asyncio.wrap_future(written[1])
+        await self._gap.publish(directory, version)
 
     def wait_published(self) -> None:
         """As `Source` says."""

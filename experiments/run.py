@@ -312,7 +312,7 @@ class Run:
             config,
             self.parts,
             run_dir,
-            save_weights=self._save_weights,
+            snapshot=self._snapshot,
             processes=processes,
         )
         self.source: batch_sources.Source
@@ -478,9 +478,12 @@ class Run:
             )
         self._say(f"continue with --resume {self.run_dir}")
 
-    def _save_weights(self, folder: Path) -> None:
+    def _snapshot(self) -> Callable[[Path], None]:
+        """Copy the weights of the policy; what is returned writes them, in any thread."""
         params = self.processes.whole(self.learner.policy_params(self.state))
-        self._by_first("the weights", lambda: hf.save_hf(folder, params, self.parts.model))
+        # The next step is given the state's own memory, which a view of it would keep from it.
+        copied = jax.tree.map(np.array, params) if self.processes.first else {}
+        return lambda folder: hf.save_hf(folder, copied, self.parts.model)
 
     def _export(self, folder: Path) -> None:
         """Write the actor as an HF folder that servers and evaluate.py take."""

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import assembly
 import evaluate
@@ -116,7 +118,7 @@ def test_weights_stay_until_every_server_has_taken_newer_ones(cache, tmp_path):
             assembly.build(config),
             tmp_path / "run",
             folder=tmp_path,
-            save_weights=lambda folder: folder.mkdir(parents=True),
+            snapshot=lambda: lambda folder: folder.mkdir(parents=True),
             host={},
             processes=Processes(),
         )
@@ -133,7 +135,59 @@ def test_weights_stay_until_every_server_has_taken_newer_ones(cache, tmp_path):
             assert {"v000000", "v000001", "v000004"} <= set(folders())
             source.wait_published()
             source.publish(5)
+            source.wait_published()
             assert folders() == ["v000004", "v000005"]
+
+
+def test_weights_are_written_beside_training_one_version_at_a_time(cache, tmp_path):
+    begun: list[str] = []
+    go_on = {f"v{version:06d}": threading.Event() for version in range(4)}
+    go_on["v000000"].set()
+
+    def write(folder: Path) -> None:
+        begun.append(folder.name)
+        go_on[folder.name].wait(60)
+        if folder.name == "v000003":
+            raise OSError(28, "No space left on device")
+        folder.mkdir(parents=True)
+
+    with ScriptedServer() as server:
+        config = parse([*arguments(cache, tmp_path / "run"), "--rollout.urls", server.url])
+        source = Generator(
+            config,
+            assembly.build(config),
+            tmp_path / "run",
+            folder=tmp_path,
+            snapshot=lambda: write,
+            host={},
+            processes=Processes(),
+        )
+        told = lambda: [
+            Path(sent["model_path"]).name for sent in server.sent("/update_weights_from_disk")
+        ]
+        with source:
+            source.publish(0)
+            source.wait_published()
+            source.publish(1)
+            # Here the next update would be made: its weights wait for those before.
+            follows = threading.Thread(target=source.publish, args=(2,))
+            follows.start()
+            while len(begun) < 2:
+                time.sleep(0.01)
+            assert follows.is_alive()
+            assert (begun, told()) == (["v000000", "v000001"], ["v000000"])
+            go_on["v000001"].set()
+            follows.join(60)
+            go_on["v000002"].set()
+            source.wait_published()
+            assert told()[-1] == "v000002"
+            source.publish(3)
+            go_on["v000003"].set()
+            with pytest.raises(
+                OSError, match=r"the weights of update 3 cannot be written to .*v000003: .*No space"
+            ):
+                source.wait_published()
+            assert told()[-1] == "v000002"
 
 
 def test_a_run_that_cannot_go_on_saves_itself_and_says_why_in_one_line(cache, tmp_path):
