@@ -384,7 +384,7 @@ def _curves(axes: Any, entries: Mapping[str, Sequence[Row]], shades: Sequence[An
                     axes.plot(at, 100 * height, "x", color=shade, markersize=8)
     axes.set_xlabel("learner updates")
     axes.set_ylabel("held-out score, percent")
-    axes.legend(loc="upper left", ncols=2)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
 
 
 # --- Sections -------------------------------------------------------------------------------------
@@ -470,11 +470,14 @@ def table1(results: Results, pictures: Pictures) -> list[str]:
     levels = groups(results.rows, "staleness")
     most = max(len(by_method(rows)) for rows in levels.values())
     figure, axes = _canvas(4.6 * len(levels), 1.2 + 0.28 * most, len(levels))
+    curves, below = _canvas(5.8 * len(levels), 4.4, len(levels))
     blocks: list[str] = []
-    for place, (staleness, rows) in zip(axes, levels.items(), strict=True):
+    for place, course, (staleness, rows) in zip(axes, below, levels.items(), strict=True):
         methods = by_method(rows)
         _dots(place, methods)
-        place.set_title(f"{task}, s = {staleness}")
+        _curves(course, methods, [color(name) for name in methods])
+        for each in (place, course):
+            each.set_title(f"{task}, s = {staleness}")
         means = {
             name: statistics.fmean(found.values())
             for name, own in methods.items()
@@ -495,8 +498,9 @@ def table1(results: Results, pictures: Pictures) -> list[str]:
         blocks.append(
             table(
                 (
-                    *("method", "after training", "best evaluation", "warm start", "sampled, end"),
-                    *("minus PPO", f"minus strongest baseline ({best or 'missing'})", "collapsed"),
+                    *("method", "after training", "best evaluation", "mean of the run"),
+                    *("warm start", "sampled, end", "minus PPO", "minus PPO, mean of the run"),
+                    *(f"minus strongest baseline ({best or 'missing'})", "collapsed"),
                     *(title for _, title, _ in _COUPLING),
                 ),
                 (
@@ -504,9 +508,13 @@ def table1(results: Results, pictures: Pictures) -> list[str]:
                         name,
                         interval(by_seed(own).values()),
                         interval(by_seed(own, "best").values()),
+                        interval(by_seed(own, "mean").values()),
                         interval(by_seed(own, "start").values()),
                         interval(by_seed(own, "train_final").values()),
-                        "" if name == "ppo" else difference(own, methods.get("ppo", [])),
+                        *(
+                            "" if name == "ppo" else difference(own, methods.get("ppo", []), figure)
+                            for figure in ("final", "mean")
+                        ),
                         "" if name == best else difference(own, methods.get(best or "", [])),
                         collapses(own),
                         *coupling(own),
@@ -518,11 +526,16 @@ def table1(results: Results, pictures: Pictures) -> list[str]:
     blocks.append(
         paragraph(
             "The strongest baseline is chosen by these same runs, which favors it. Its rows leave "
-            f"out {', '.join(sorted(_COPC - {'copc'}))}."
+            f"out {', '.join(sorted(_COPC - {'copc'}))}. The mean of a run is that of all its "
+            "evaluations: it tells who learns sooner where all end alike."
         )
     )
     name = f"table-{task}"
-    return [pictures(figure, name, "Each run, and mean with 95% interval over seeds."), *blocks]
+    return [
+        pictures(figure, name, "Each run, and mean with 95% interval over seeds."),
+        pictures(curves, f"{name}-curves", "Held-out score, mean and range over seeds."),
+        *blocks,
+    ]
 
 
 def figure2(results: Results, pictures: Pictures) -> list[str]:

@@ -99,7 +99,8 @@ def test_the_page_has_every_experiment_and_its_figures(page, elements):
     for experiment in sweep.EXPERIMENTS.values():
         assert experiment.title in text
     names = {path.stem for path in page.glob("*.png")}
-    assert names == {"figure1", "table-math", "table-search", "figure2", "ablations", "drift"}
+    tables = {f"table-{task}{part}" for task in ("math", "search") for part in ("", "-curves")}
+    assert names == tables | {"figure1", "figure2", "ablations", "drift"}
     assert len(elements.sources) == len(names)
 
 
