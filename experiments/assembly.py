@@ -21,7 +21,18 @@ import jax
 from rich.progress import BarColumn, Progress, TextColumn
 from tokenizers import Tokenizer
 
-from copc_jax import access, data, datasets, factbook, gguf, hf, phantom, problems, wikipedia
+from copc_jax import (
+    access,
+    data,
+    datasets,
+    factbook,
+    gguf,
+    hf,
+    phantom,
+    problems,
+    search_demonstrations,
+    wikipedia,
+)
 from copc_jax.checkpoint import CheckpointError
 from copc_jax.config import PAPER_MODELS, TASK_FILE
 from copc_jax.distributed import PeerError
@@ -293,7 +304,7 @@ def _search(config: RunConfig) -> Environment:
         print(NO_CORPUS)
 
     def demonstrations(count: int) -> Iterator[list[data.Segment]]:
-        return factbook.demonstrations(
+        return search_demonstrations.demonstrations(
             train,
             retriever,
             passages,
@@ -309,7 +320,7 @@ def _search(config: RunConfig) -> Environment:
         ),
         train=asked,
         held_out=held_out_asked,
-        texts=lambda: factbook.tokenizer_texts(passages, train, search),
+        texts=lambda: search_demonstrations.tokenizer_texts(passages, train, search),
         tags=search.tags.texts,
         demonstrations=demonstrations,
         tools=tools,

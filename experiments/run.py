@@ -41,6 +41,7 @@ from copc_jax import (
     memory,
     metrics,
     model,
+    run_report,
     sharding,
     staging,
     viewer,
@@ -125,7 +126,7 @@ def main(arguments: list[str] | None = None) -> Path:
     # A run may keep no episodes.
     with contextlib.suppress(FileNotFoundError):
         print(f"episodes: {viewer.write_page(run_dir)}")
-    print(f"report: {metrics.report(run_dir)}")
+    print(f"report: {run_report.report(run_dir)}")
     print(f"{time.monotonic() - started:.0f} s in all")
     return run_dir
 

@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copc_jax import data
+from copc_jax import data, search_demonstrations
 from copc_jax import factbook as book
 from copc_jax.tasks.search import (
     CHAIN_OF_AGENTS_TAGS,
@@ -44,7 +44,9 @@ def retriever(factbook):
 @pytest.fixture(scope="module")
 def tokenizer(factbook):
     passages, train, _ = factbook
-    return data.train_tokenizer(book.tokenizer_texts(passages, train), 2048, tags=TagSet().texts)
+    return data.train_tokenizer(
+        search_demonstrations.tokenizer_texts(passages, train), 2048, tags=TagSet().texts
+    )
 
 
 # Facts
@@ -295,7 +297,7 @@ def test_the_corpus_can_be_written_for_a_retrieval_server(tmp_path, factbook):
 def demonstrate(factbook, retriever, **options):
     passages, train, _ = factbook
     options = {"count": 300, "seed": 3} | options
-    return list(book.demonstrations(train, retriever, passages, **options))
+    return list(search_demonstrations.demonstrations(train, retriever, passages, **options))
 
 
 def replay(task, question, segments):
@@ -343,7 +345,7 @@ def test_the_mix_leaves_room_to_learn(factbook, retriever):
     passages, train, _ = factbook
     two_hop = [q for q in train if q.hops == 2]
     options = {"count": 1000, "one_hop_share": 0.7, "no_search_share": 0.2}
-    episodes = list(book.demonstrations(two_hop, retriever, passages, **options))
+    episodes = list(search_demonstrations.demonstrations(two_hop, retriever, passages, **options))
     counts = [searches(episode) / 1000 for episode in episodes]
     shares = {n: sum(c == n / 1000 for c in counts) / 1000 for n in (0, 1, 2)}
     assert shares[0] == pytest.approx(0.2, abs=0.05)
@@ -357,7 +359,7 @@ def test_a_demonstration_that_stops_early_answers_wrongly(factbook, retriever, t
     two_hop = [q for q in train if q.hops == 2]
     task = SearchTask(tokenizer, retriever)
     by_text = {f"{q.question}\n": q for q in two_hop}
-    for episode in book.demonstrations(two_hop, retriever, passages, **options):
+    for episode in search_demonstrations.demonstrations(two_hop, retriever, passages, **options):
         question = by_text[episode[0][0]]
         reward, figures = replay(task, question, episode)
         assert (reward, figures["em"], figures["searches"]) == (0.0, 0.0, 1.0)
@@ -416,12 +418,20 @@ def test_questions_whose_passage_is_not_found_are_left_out(factbook, caplog):
     passages, train, _ = factbook
     wanted = {hop.passage_id for hop in train[0].chain}
     few = TantivyRetriever([p for p in passages if p.id in wanted])
-    with caplog.at_level(logging.INFO, logger="copc_jax.factbook"):
-        episodes = list(book.demonstrations(train[:20], few, passages, count=20, shuffle_values=0))
+    with caplog.at_level(logging.INFO, logger="copc_jax.search_demonstrations"):
+        episodes = list(
+            search_demonstrations.demonstrations(
+                train[:20], few, passages, count=20, shuffle_values=0
+            )
+        )
     assert {e[0][0] for e in episodes} == {f"{train[0].question}\n"}
     assert "19 of 20 questions" in caplog.text
     with pytest.raises(ValueError, match="none of the questions"):
-        next(book.demonstrations(train[:1], TantivyRetriever([passages[-1]]), passages))
+        next(
+            search_demonstrations.demonstrations(
+                train[:1], TantivyRetriever([passages[-1]]), passages
+            )
+        )
 
 
 # Tokenizer
@@ -461,7 +471,9 @@ def test_copied_names_keep_their_tokens(factbook, tokenizer):
 
 def test_training_is_deterministic_and_loads(factbook, tokenizer):
     passages, train, _ = factbook
-    again = data.train_tokenizer(book.tokenizer_texts(passages, train), 2048, tags=TagSet().texts)
+    again = data.train_tokenizer(
+        search_demonstrations.tokenizer_texts(passages, train), 2048, tags=TagSet().texts
+    )
     assert again.to_str() == tokenizer.to_str()
     loaded = tokenizers.Tokenizer.from_str(again.to_str())
     text = "<search> capital Bern</search>\n.ch"

@@ -27,8 +27,8 @@ from copc_jax.metrics import (
     lag_values,
     mean_interval,
     read_metrics,
-    report,
 )
+from copc_jax.run_report import report
 
 
 def simulated_run(updates: int = 300, staleness: int = 64, seed: int = 0):

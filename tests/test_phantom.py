@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from copc_jax import data, factbook, phantom
+from copc_jax import data, phantom, search_demonstrations
 from copc_jax.tasks.search import SearchConfig, SearchTask, TagSet, exact_match
 from copc_jax.tools.retriever import TantivyRetriever
 
@@ -222,14 +222,16 @@ def test_demonstrations_replay_through_the_task(universe):
     passages, train, _ = universe
     retriever = TantivyRetriever(passages)
     tokenizer = data.train_tokenizer(
-        factbook.tokenizer_texts(passages, train), 600, tags=TagSet().texts
+        search_demonstrations.tokenizer_texts(passages, train), 600, tags=TagSet().texts
     )
     config = SearchConfig(topk=1)
     task = SearchTask(tokenizer, retriever, config)
     by_prompt = {f"{q.question}\n": q for q in train}
     options = {"one_hop_share": 0, "no_search_share": 0, "shuffle_values": 0, "count": 60}
     seen = set()
-    for episode in factbook.demonstrations(train, retriever, passages, config=config, **options):
+    for episode in search_demonstrations.demonstrations(
+        train, retriever, passages, config=config, **options
+    ):
         asked = by_prompt[episode[0][0]]
         seen.add(asked.id)
         info: dict[str, float] = {}
@@ -249,7 +251,9 @@ def test_exchanged_people_agree_within_an_episode(universe):
     retriever = TantivyRetriever(passages)
     options = {"one_hop_share": 0, "no_search_share": 0, "shuffle_values": 1, "count": 60}
     config = SearchConfig(topk=1)
-    for episode in factbook.demonstrations(train, retriever, passages, config=config, **options):
+    for episode in search_demonstrations.demonstrations(
+        train, retriever, passages, config=config, **options
+    ):
         read = "".join(text for text, sampled in episode if not sampled)
         answer = episode[-1][0].removeprefix("<answer> ").removesuffix("</answer>")
         assert all(part in read for part in answer.split(" | "))

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from copc_jax import data, factbook, wikipedia
+from copc_jax import data, factbook, search_demonstrations, wikipedia
 from copc_jax.tasks.search import SearchConfig, SearchTask, normalize_answer, parse_action
 from copc_jax.tools.retriever import TantivyRetriever
 
@@ -249,7 +249,9 @@ def test_full_demonstrations_are_right(corpus, retriever, config):
     }
     task = SearchTask(data.train_tokenizer(["text"], 300), retriever, config)
     lengths = set()
-    for episode in factbook.demonstrations(train, retriever, passages, config=config, **options):
+    for episode in search_demonstrations.demonstrations(
+        train, retriever, passages, config=config, **options
+    ):
         question = right[episode[0][0]]
         turns = [text for text, sampled in episode if sampled]
         reward, figures = task.reward(question.to_prompt(), turns, {"searches": len(turns) - 1.0})
@@ -265,7 +267,9 @@ def test_exchanged_names_agree_within_long_texts(corpus, retriever):
     options = {"one_hop_share": 0, "no_search_share": 0, "shuffle_values": 1, "count": 200}
     config = SearchConfig(topk=1)
     fresh = 0
-    for episode in factbook.demonstrations(train, retriever, passages, config=config, **options):
+    for episode in search_demonstrations.demonstrations(
+        train, retriever, passages, config=config, **options
+    ):
         fresh += episode[0][0] not in asked
         _, answer = parse_action(episode[-1][0])
         assert answer in episode[-2][0]
@@ -281,6 +285,8 @@ def test_episodes_that_stop_early_stop_anywhere(corpus, retriever):
     three = [q for q in train if q.hops == 3]
     options = {"one_hop_share": 1, "no_search_share": 0, "count": 100}
     config = SearchConfig(topk=1)
-    episodes = factbook.demonstrations(three, retriever, passages, config=config, **options)
+    episodes = search_demonstrations.demonstrations(
+        three, retriever, passages, config=config, **options
+    )
     turns = collections.Counter(sum(sampled for _, sampled in e) for e in episodes)
     assert set(turns) == {2, 3} and min(turns.values()) > 25
