@@ -474,14 +474,20 @@ def _first_fit(lengths: Sequence[int], time: int) -> list[tuple[int, int, int]]:
     used: list[int] = []
     segments: list[int] = []
     places = []
+    # Rows that nothing fits into any more are not looked at again.
+    shortest = min(lengths, default=0)
+    with_room: list[int] = []
     for length in lengths:
-        row = next((r for r, filled in enumerate(used) if filled + length <= time), len(used))
+        row = next((r for r in with_room if used[r] + length <= time), len(used))
         if row == len(used):
             used.append(0)
             segments.append(0)
+            with_room.append(row)
         segments[row] += 1
         places.append((row, used[row], segments[row]))
         used[row] += length
+        if used[row] + shortest > time:
+            with_room.remove(row)
     return places
 
 

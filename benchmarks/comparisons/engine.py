@@ -225,7 +225,7 @@ def latency(folder: str, batch: int, new: int, vocabulary: int, calls: int) -> d
             while todo:
                 await one(session, todo.pop())
 
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             await asyncio.gather(*(worker() for _ in range(batch)))
 
     both.wait(all_of_them())
