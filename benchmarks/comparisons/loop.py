@@ -5,9 +5,10 @@ each in both modes; the colocated baseline is synchronous too, and each process 
 in its turn. Learning rates are next to nothing, so that all runs sample episodes of the same kind.
 
 By the wall clock the times of the parts are those of the synchronous run: waiting for rollouts,
-the step, and publishing. In virtual time they are CPU seconds of the two processes an update, put
-on two clocks of which each waits for the other's messages: what two free cores would show. The work
-of client and episodes counts as the learner's there, whose process does it.
+without what of it is waiting for the server to have the weights; the step; and publishing. In
+virtual time they are CPU seconds of the two processes an update, put on two clocks of which each
+waits for the other's messages: what two free cores would show. The work of client and episodes
+counts as the learner's there, whose process does it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Run:
         waited: seconds that the learner waited for rollouts.
         trained: seconds of packing, step and metrics.
         published: seconds that publishing held the learner up.
-        loaded: seconds from there until the server had the weights.
+        loaded: seconds from there until they were written and the server had them.
         learner_cpu: CPU seconds of the learner's process.
         server_cpu: CPU seconds of the server's process.
         tokens: sampled tokens trained on.
@@ -217,7 +218,9 @@ def compare(bench: Bench) -> None:
 
 
 def _rows(bench: Bench, balance: str, sync: Run, ahead: Run, colocated: Run | None) -> None:
-    parts = [x.mean() for x in (sync.waited, sync.trained, sync.published + sync.loaded)]
+    # Of its wait for rollouts, a synchronous learner spends the first part on its own weights.
+    waited = np.maximum(sync.waited - sync.loaded, 0)
+    parts = [x.mean() for x in (waited, sync.trained, sync.published + sync.loaded)]
     names = ("t_gen", "t_train", "t_sync")
     said = ", ".join(f"{n} {1e3 * x:.0f} ms" for n, x in zip(names, parts, strict=True))
     shape = f"{balance}: one core each, {len(ahead.seconds)} updates, {ahead.tokens.mean():.0f} "
