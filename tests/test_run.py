@@ -107,36 +107,40 @@ def test_a_run_leaves_no_trace_of_its_key(synchronous, cache):
     assert "rollout/engine_busy_fraction" in read_metrics(synchronous)[-1]
 
 
+def generator(server, cache, folder, write):
+    """A generator in front of a server, whose weights are whatever `write` makes of a folder."""
+    config = parse([*arguments(cache, folder / "run"), "--rollout.urls", server.url])
+    return Generator(
+        config,
+        assembly.build(config),
+        folder / "run",
+        folder=folder,
+        snapshot=lambda: write,
+        host={},
+        processes=Processes(),
+    )
+
+
 def test_weights_stay_until_every_server_has_taken_newer_ones(cache, tmp_path):
     """C60: what a server holds or is about to read is never removed."""
     weights = tmp_path / "run" / "weights"
     folders = lambda: sorted(folder.name for folder in weights.iterdir())
-    with ScriptedServer() as server:
-        config = parse([*arguments(cache, tmp_path / "run"), "--rollout.urls", server.url])
-        source = Generator(
-            config,
-            assembly.build(config),
-            tmp_path / "run",
-            folder=tmp_path,
-            snapshot=lambda: lambda folder: folder.mkdir(parents=True),
-            host={},
-            processes=Processes(),
-        )
-        with source:
-            source.publish(0)
-            source.wait_published()
-            server.script("/update_weights_from_disk", Behave(delay=10.0))
-            source.publish(1)
-            while len(server.sent("/update_weights_from_disk")) < 2:
-                time.sleep(0.01)
-            for version in (2, 3, 4):
-                source.publish(version)
-            assert source.collector.published_version == 0
-            assert {"v000000", "v000001", "v000004"} <= set(folders())
-            source.wait_published()
-            source.publish(5)
-            source.wait_published()
-            assert folders() == ["v000004", "v000005"]
+    write = lambda folder: folder.mkdir(parents=True)
+    with ScriptedServer() as server, generator(server, cache, tmp_path, write) as source:
+        source.publish(0)
+        source.wait_published()
+        server.script("/update_weights_from_disk", Behave(delay=10.0))
+        source.publish(1)
+        while len(server.sent("/update_weights_from_disk")) < 2:
+            time.sleep(0.01)
+        for version in (2, 3, 4):
+            source.publish(version)
+        assert source.collector.published_version == 0
+        assert {"v000000", "v000001", "v000004"} <= set(folders())
+        source.wait_published()
+        source.publish(5)
+        source.wait_published()
+        assert folders() == ["v000004", "v000005"]
 
 
 def test_weights_are_written_beside_training_one_version_at_a_time(cache, tmp_path):
@@ -152,20 +156,10 @@ def test_weights_are_written_beside_training_one_version_at_a_time(cache, tmp_pa
         folder.mkdir(parents=True)
 
     with ScriptedServer() as server:
-        config = parse([*arguments(cache, tmp_path / "run"), "--rollout.urls", server.url])
-        source = Generator(
-            config,
-            assembly.build(config),
-            tmp_path / "run",
-            folder=tmp_path,
-            snapshot=lambda: write,
-            host={},
-            processes=Processes(),
-        )
         told = lambda: [
             Path(sent["model_path"]).name for sent in server.sent("/update_weights_from_disk")
         ]
-        with source:
+        with generator(server, cache, tmp_path, write) as source:
             source.publish(0)
             source.wait_published()
             source.publish(1)
