@@ -4,6 +4,7 @@ The interpreter is a small program that serves /health and says how it was calle
 started in tests/contract.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -65,7 +66,11 @@ def called(server):
 def options(arguments):
     """Arguments by name; of those given twice the last one, as argparse takes them."""
     assert arguments[:2] == ["-m", "sglang.launch_server"]
-    return dict(zip(arguments[2::2], arguments[3::2], strict=True))
+    found: dict[str, str] = {}
+    for word, value in itertools.pairwise([*arguments[2:], ""]):
+        if word.startswith("--"):
+            found[word] = "" if value.startswith("--") else value
+    return found
 
 
 def test_on_a_gpu_it_serves_in_bfloat16_and_the_rest_is_its_own_choice(python, tmp_path):
@@ -88,6 +93,8 @@ def test_on_a_cpu_it_gets_what_it_needs_there(python, tmp_path):
     assert (given["--device"], given["--dtype"]) == ("cpu", "float32")
     assert given["--attention-backend"] == "torch_native"
     assert given["--max-running-requests"] == "4"
+    # Idle, its scheduler would keep one of the cores busy.
+    assert given["--sleep-on-idle"] == ""
     # Four whole sequences fit, with what SGLang keeps to itself.
     assert 400 < int(given["--max-total-tokens"]) < 500
     assert environment == {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}

@@ -32,6 +32,8 @@ _SGLANG_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--mem-fraction-static", "0.1"),
+    # Otherwise its scheduler keeps a core busy while there is nothing to do.
+    "--sleep-on-idle",
 )
 # SGLang takes a key as an argument only, which every user of the machine sees, and passes variables
 # on to its children: this gives it the key of a variable, and takes that away.
