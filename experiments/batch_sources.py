@@ -146,8 +146,9 @@ class Generator:
         self._folder, self._snapshot, self._host = folder, snapshot, host
         self._recorder, self._train = recorder, train
         self._weights: list[Path] = []
-        # The newest folder, and what ends when it is there.
-        self._written: tuple[Path, Future[None]] | None = None
+        # What ends when a folder is there, and that of the newest one.
+        self._writes: dict[Path, Future[None]] = {}
+        self._newest: Future[None] | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Generator:
@@ -276,8 +277,8 @@ class Generator:
             return
         self._wait_written()
         directory = folder.resolve()
-        writing = self._writer.submit(self._write, self._snapshot(), folder, version)
-        self._written = directory, writing
+        self._newest = self._writer.submit(self._write, self._snapshot(), folder, version)
+        self._writes[directory] = self._newest
         self.collector.publish(directory, version)
         self._weights.append(folder)
         published = self.processes.gather("published", self.collector.published_version)
@@ -287,6 +288,7 @@ class Generator:
             and _number(self._weights[1]) <= min(published)
         ):
             old = self._weights.pop(0)
+            self._writes.pop(old.resolve(), None)
             if self.processes.first:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -300,16 +302,12 @@ class Generator:
             raise OSError(message) from error
 
     def _wait_written(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            self.processes.together("the weights", written[1].result)
+        if self._newest is not None:
+            self.processes.together("the weights", self._newest.result)
 
     async def _publish(self, directory: Path, version: int) -> None:
         """Have the servers load a version once it is there."""
-        written = self._written
-        # Any other folder is an older one.
-        if written is not None and written[0] == directory:
-            await asyncio.wrap_future(written[1])
+        await asyncio.wrap_future(self._writes[directory])
         await self._gap.publish(directory, version)
 
     def wait_published(self) -> None:
