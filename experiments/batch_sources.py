@@ -119,7 +119,7 @@ class Generator:
         run_dir: for weights and the server's log.
         folder: HF folder that a launched server starts with.
         snapshot: copies the present weights of the policy; what it returns writes the copy into a
-            folder, beside the next update.
+            folder, beside the next update. Called again only once that has been done.
         host: host part of the checkpoint that the run goes on from, {} at its start.
         recorder: keeps every batch that is handed out.
         train: whether to sample batches; evaluations alone need none.

@@ -305,6 +305,7 @@ class Run:
             (run_dir / metrics.COMMAND_FILE).write_text(command)
         self.version = int(self.state.version)
         self._first = True
+        self._copied: Any = None
 
         self._step = self._compile_step(stack)
         self._prompts = {p.prompt_id: p for p in self.parts.environment.train}
@@ -480,10 +481,17 @@ class Run:
         self._say(f"continue with --resume {self.run_dir}")
 
     def _snapshot(self) -> Callable[[Path], None]:
-        """Copy the weights of the policy; what is returned writes them, in any thread."""
+        """Copy the weights of the policy; what is returned writes them, in any thread.
+
+        Every copy goes into the same memory: the one before must have been written.
+        """
         params = self.processes.whole(self.learner.policy_params(self.state))
         # The next step is given the state's own memory, which a view of it would keep from it.
-        copied = jax.tree.map(np.array, params) if self.processes.first else {}
+        if self.processes.first and self._copied is None:
+            self._copied = jax.tree.map(np.array, params)
+        elif self.processes.first:
+            jax.tree.map(np.copyto, self._copied, params)
+        copied = self._copied or {}
         return lambda folder: hf.save_hf(folder, copied, self.parts.model)
 
     def _export(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from comparisons.engine import LONGEST, Prompts, Served
+from comparisons.engine import LONGEST, Prompts, Served, settle
 from harness import Bench, Case, Row, Spread
 
 # Sizes of the search preset's model, and of SmolLM2-135M; tokens of a step.
@@ -117,11 +117,15 @@ def publish(updates: int, **size: Any) -> dict[str, Any]:
         hf.save_hf(folder / "v0", weights, config.model, tokenizer_json=words.to_str())
         served = Served(str(folder / "v0"), 8, LONGEST + 8)
         prompts = Prompts(2, size["vocabulary"])
-        served.generate(prompts.next(), 8)
+        settle(lambda: served.generate(prompts.next(), 8), served.counters)
+        settle(lambda: served.generate(prompts.next()[:1], 1), served.counters)
         del weights
 
+        copied = jax.tree.map(np.array, functions.policy_params(state))
+
         def copy() -> Any:
-            return jax.tree.map(np.array, functions.policy_params(state))
+            jax.tree.map(np.copyto, copied, functions.policy_params(state))
+            return copied
 
         def hand_over(weights: Any, version: int) -> None:
             hf.save_hf(folder / f"v{version}", weights, config.model)
